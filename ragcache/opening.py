@@ -62,6 +62,7 @@ def open_folder(
         ModelError: The model cannot be loaded or is not supported.
         StoreError: The folder cannot be opened.
     """
+    _check_ranks(config)
     embedder, reranker = resolve_embedder(config.embedding), resolve_reranker(config.reranker)
     _create_folder(folder)
     with ExitStack() as opened:
@@ -71,10 +72,10 @@ def open_folder(
         loaded = model if isinstance(model, LoadedModel) else _load(model, config, database)
         variables = _template_kwargs(loaded, config.chat_template_kwargs)
         preamble = resolve_instruction(loaded, config.instruction)
-        tiers = open_tiers(config, loaded.causal.device)
         if config.tensor_parallel > 1:
-            loaded = _split(loaded, config.tensor_parallel)
+            loaded = _split(loaded, config)
             opened.callback(loaded.causal.close)
+        tiers = open_tiers(config, loaded.causal.device, ranks=loaded.causal.copies)
         store = KVStore.open(
             folder,
             database,
@@ -84,6 +85,7 @@ def open_folder(
             tiers=tiers,
             claim_patience=config.claim_patience,
             reserve=loaded.causal.host_memory,
+            ranks=loaded.causal.copies,
         )
         opened.callback(store.close)
         services = SharedServices.start(
@@ -123,10 +125,23 @@ def _load(model: str | Path | None, config: OpenConfig, database: Database) -> L
     )
 
 
-def _split(loaded: LoadedModel, ranks: int) -> LoadedModel:
+def _split(loaded: LoadedModel, config: OpenConfig) -> LoadedModel:
     from ragcache.models.parallel.leader import split_model  # transformers
 
-    return replace(loaded, causal=split_model(loaded.causal, ranks))
+    split = split_model(loaded.causal, config.tensor_parallel, config.device)
+    return replace(loaded, causal=split)
+
+
+def _check_ranks(config: OpenConfig) -> None:
+    """Raise `ConfigurationError` for options that several devices do not serve."""
+    if config.tensor_parallel == 1 or not config.device.startswith("cuda"):
+        return
+    for name in ("kv_dtype", "device_kv_dtype"):
+        if (value := getattr(config, name)) != "model":
+            raise ConfigurationError(
+                f"tensor_parallel={config.tensor_parallel}: {name}={value!r} is not served on "
+                f"several GPUs; leave {name} out"
+            )
 
 
 def _template_kwargs(model: LoadedModel, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

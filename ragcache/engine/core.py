@@ -511,6 +511,8 @@ class EngineCore:
         self._share_blocks(step)  # while the device computes: readers are launched later
         self.stats.sampling += self._elapsed()
         tokens = step.tokens.wait()
+        if (failure := self.runner.model.failure) is not None:
+            raise failure  # sums that no longer wait for a rank have any result
         for each in step.scores:
             each.record()
         waited, now = self._elapsed(), self._measured_at

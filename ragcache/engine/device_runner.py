@@ -190,7 +190,7 @@ class DeviceModelRunner:
         self._planner: DevicePlanner | None = None
         self._prepared = False
         self._failures = 0
-        self._last: _Launch | None = None
+        self._last: DeviceLaunch | None = None
         self._segments: dict[int, _SegmentFacts] = {}  # of the last step, by identity
 
     def create_pool(self, nbytes: int) -> BlockPool:
@@ -258,7 +258,7 @@ class DeviceModelRunner:
         self._compute("mixed", self._eager_tables, self._eager_tables.capacity.rows, MOST_LOGITS)
         logger.info("warmed up in %.1f s", time.perf_counter() - begin)
 
-    def _plan(self, chunks: Sequence[ScheduledChunk], decoding: DecodeBatch) -> _Launch:
+    def _plan(self, chunks: Sequence[ScheduledChunk], decoding: DecodeBatch) -> DeviceLaunch:
         """Lay out a step, in the tables of the graphs if it fits."""
         if self._planner is None:  # encodings need no pool
             self.create_pool(BLOCK_SIZE * self.model.computed_bytes_per_token)
@@ -266,7 +266,7 @@ class DeviceModelRunner:
         arrivals = self._look_at_segments(chunks)
         rows = decoding.rows + sum(len(chunk.position_ids) for chunk in chunks)
         launch = partial(
-            _Launch,
+            DeviceLaunch,
             chunks=tuple(chunks),
             arrivals=arrivals,
             follows=decoding.follows.copy(),
@@ -310,9 +310,9 @@ class DeviceModelRunner:
             return None
         return buckets[at]
 
-    def _run(self, launch: _Launch, previous: Tensor | None) -> Tensor:
+    def _run(self, launch: DeviceLaunch, previous: Tensor | None) -> Tensor:
         """Launches a step; returns its logits, which the device has still to compute."""
-        launch.tables.upload()
+        self._upload(launch, previous)
         if previous is not None:
             self._take_tokens(launch, previous)
         logits = self._replay(launch.bucket, launch.arrivals) if launch.bucket else None
@@ -331,15 +331,22 @@ class DeviceModelRunner:
     def _run_first_layers(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         """Launch a pass that ends with the states of the first layers. It has no logits."""
         launch = self._plan(chunks, DecodeBatch())
-        launch.tables.upload()
-        self._step.layers, self._step.arrivals = chunks[0].layers, launch.arrivals
+        return self._launch_first_layers(launch, chunks[0].layers)
+
+    def _launch_first_layers(self, launch: DeviceLaunch, layers: int | None) -> Tensor:
+        self._upload(launch, None)
+        self._step.layers, self._step.arrivals = layers, launch.arrivals
         rows = max(launch.batch.rows, FEWEST_ROWS)
         try:
             return self._compute(launch.batch.kind, launch.tables, rows, launch.batch.logits)
         finally:
             self._step.layers, self._step.arrivals = None, ()
 
-    def _take_tokens(self, launch: _Launch, previous: Tensor) -> None:
+    def _upload(self, launch: DeviceLaunch, previous: Tensor | None) -> None:  # noqa: ARG002
+        """Queue the upload of a step's tables. `previous`: see `prepare_batch`."""
+        launch.tables.upload()
+
+    def _take_tokens(self, launch: DeviceLaunch, previous: Tensor) -> None:
         """Copy tokens that only the device knows to the rows of the decode batch."""
         token_ids, follows = launch.tables.views.token_ids, launch.follows
         count = len(follows)
@@ -516,7 +523,7 @@ class _SegmentFacts:
 
 
 @dataclass(slots=True, eq=False)
-class _Launch:
+class DeviceLaunch:
     """A step that is laid out. It may be repeated many times."""
 
     chunks: Sequence[ScheduledChunk]

@@ -38,14 +38,22 @@ class BlockPool:
         block_size: Tokens per block.
         clears: Whether to clear blocks at allocation, for readers that multiply unused slots by
             zero instead of skipping them.
+        model: The model whose states the blocks hold, if its processes copy states together.
     """
 
     def __init__(
-        self, keys: Tensor, values: Tensor, block_size: int = BLOCK_SIZE, *, clears: bool = True
+        self,
+        keys: Tensor,
+        values: Tensor,
+        block_size: int = BLOCK_SIZE,
+        *,
+        clears: bool = True,
+        model: CausalLM | None = None,
     ) -> None:
         assert keys.shape[:3] == values.shape[:3]
         assert keys.shape[2] % block_size == 0
         self.keys, self.values, self.block_size = keys, values, block_size
+        self.model = model
         self._clears = clears
         self.num_blocks = keys.shape[2] // block_size
         self.peak_count = 0  # the most blocks that were allocated at once
@@ -67,7 +75,8 @@ class BlockPool:
                 f"a pool of {nbytes} bytes for requests' own states holds no block; one block of "
                 f"{block_size} tokens takes {bytes_per_block} bytes with this model"
             )
-        return cls(*model.new_states(num_blocks * block_size), block_size, clears=clears)
+        states = model.new_states(num_blocks * block_size)
+        return cls(*states, block_size, clears=clears, model=model)
 
     @property
     def free_count(self) -> int:
@@ -159,7 +168,11 @@ class BlockPool:
         begin, into = source * self.block_size, target * self.block_size
         for states in (self.keys, self.values):
             copied = states[:, :, begin : begin + self.block_size]  # [L, Hkv, block_size, D]
-            states[:, :, into : into + self.block_size] = copied
+            place = states[:, :, into : into + self.block_size]
+            if self.model is None:
+                place.copy_(copied)
+            else:
+                self.model.copy_states(place, copied)
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -488,11 +501,24 @@ class BlockTable:
         """Copy the keys and values of the filled tokens begin:end, [L, Hkv, end - begin, D]."""
         assert end <= self.length
         pool, runs = self.pool, list(_runs(self._slots(begin, end)))
+        if pool.model is not None and pool.model.ranks > 1:
+            return self._copy_runs(pool.model, runs)
         keys, values = (
             torch.cat([states[:, :, first:last] for first, last in runs], 2)
             for states in (pool.keys, pool.values)
         )
         return keys, values
+
+    def _copy_runs(self, model: CausalLM, runs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Copy runs of slots on all ranks of a model."""
+        copied = model.new_states(sum(last - first for first, last in runs))
+        at = 0
+        for first, last in runs:
+            here = slice(at, at + last - first)
+            at = here.stop
+            for target, states in zip(copied, (self.pool.keys, self.pool.values), strict=True):
+                model.copy_states(target[:, :, here], states[:, :, first:last])
+        return copied
 
     def advance(self, positions: Sequence[int]) -> None:
         self.positions.extend(positions)

@@ -120,6 +120,12 @@ def runner_for(
 ) -> ModelRunner:
     """Create the runner that suits a model and its device. A GPU's tables have room for
     `prefill_tokens` rows at first."""
+    if model.ranks > 1 and model.kernels:
+        from ragcache.engine.device_ranks import LeadingRunner
+        from ragcache.models.parallel.device_model import DeviceParallelLM
+
+        assert isinstance(model, DeviceParallelLM)
+        return LeadingRunner(model, prefill_tokens=prefill_tokens)
     if model.device.type == "cuda" and model.kernels:
         try:
             from ragcache.engine.device_runner import DeviceModelRunner

@@ -189,7 +189,9 @@ def load_model(
     )
     if quantization is not None:
         model, choice = _quantize(model, quantization, choice, place, recall)
-    causal = _wrap(convert(model, choice.compute).to(place), embedded=embedded)
+    # ranks copy their parts from main memory, each to its own device
+    home = place if tensor_parallel == 1 else torch.device("cpu")
+    causal = _wrap(convert(model, choice.compute).to(home), embedded=embedded)
     causal.states_dtype = choice.states
     called = "ragcache-reader" if name is None else source
     return LoadedModel(

@@ -120,6 +120,8 @@ class CausalLM:
     """Number of processes that compute the model together."""
     host_memory: Callable[[int], NDArray[np.uint8]] | None = None
     """Allocates main memory for states, uint8 [N], if the model needs memory of its own kind."""
+    copies: Any = None
+    """Copies of states between tiers, if several devices compute the model (`LeaderCopies`)."""
 
     def __init__(
         self,
@@ -149,6 +151,12 @@ class CausalLM:
         """Dtype of weights and activations."""
         dtype: torch.dtype = self.model.dtype
         return dtype
+
+    @property
+    def kept_heads(self) -> int:
+        """Key heads of kept states in main memory. More than `num_kv_heads` if several devices have
+        a part of the heads each."""
+        return self.num_kv_heads
 
     @cached_property
     def vocabulary(self) -> int:
@@ -235,6 +243,10 @@ class CausalLM:
         shape = (layers or self.num_layers, self.num_kv_heads, capacity)
         keys = torch.empty((*shape, self.head_dim), dtype=self.dtype, device=device or self.device)
         return keys, keys.new_empty((*shape, self.value_dim))
+
+    def copy_states(self, target: Tensor, source: Tensor) -> None:
+        """Copy states, [L, Hkv, S, D] each, between tensors of `new_states`."""
+        target.copy_(source)
 
     def pass_bytes(self, rows: int, tokens: int, logit_rows: int = 0) -> int:
         """The most memory that a forward pass takes on a CPU, beside weights and states: all

@@ -114,8 +114,9 @@ class OpenConfig(TierOptions, Params):
     device: str = "cpu"
     """Device of the model: `cpu`, `cuda`, `cuda:1`."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes that compute each layer of the model together, on a CPU. States are the same for
-    any number. A model that cannot be split is refused before its weights are read."""
+    """Processes that compute each layer of the model together: one for each GPU from `device` on,
+    or on a CPU. States are the same for any number. A model that cannot be split is refused before
+    its weights are read."""
     dtype: DType = "auto"
     """Data type that the model computes in. `auto` takes a fast type of this machine. Set it if
     several machines share states."""

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from ragcache.attention import rotate
 from ragcache.engine import EncodeJob, Segment
+from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM
 from ragcache.pipeline.prompt import CachedSpan, TokenPrompt
 from ragcache.states import KVStates
@@ -66,6 +67,11 @@ def blend_prompt(
     spans = _module_spans(prompt)
     if not spans:
         return prompt
+    if model.copies is not None:
+        raise UnsupportedModel(
+            f"tensor_parallel={model.ranks}: mode blend compares states of all heads, which "
+            "several GPUs do not do; ask in another mode"
+        )
     end = spans[-1].start + spans[-1].length
     root, tokens = _in_context(prompt, states, token_ids, end)
     layers = min(2, model.num_layers)

@@ -275,7 +275,7 @@ class CollectionImporter:
             if nbytes > _LONGEST_HEADER + 2 * causal.module_bytes(length + 2):  # as int8
                 raise self._damaged(f"the states {key} are larger than their module's")
             states = self.archive.read_states(key)
-            shape = (causal.num_layers, causal.num_kv_heads, length)
+            shape = (causal.num_layers, causal.kept_heads, length)
             shapes = tuple(states.keys.shape), tuple(states.values.shape)
             maps, wanted = states.recurrent, causal.map_shape
             fits = maps is wanted or (maps is not None and wanted is not None and maps.fits(wanted))

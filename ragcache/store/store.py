@@ -47,6 +47,7 @@ from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import PersistentTiers, SingleFlight
 from ragcache.store.tiers import DiskTier, HostTier, Tier
 from ragcache.store.tiers.host import Reserve
+from ragcache.store.tiers.ranks import RankCopies
 from ragcache.tiers import TIERS, TierOptions
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class KVStore:
         tiers: Sequence[Tier] = (),
         claim_patience: float = CLAIM_PATIENCE,
         reserve: Reserve | None = None,
+        ranks: RankCopies | None = None,
     ) -> KVStore:
         """Open the store of a state folder and reconcile its ledger with its disk.
 
@@ -125,9 +127,10 @@ class KVStore:
             claim_patience: Seconds that a question waits for states that another process encodes.
                 It then encodes them itself.
             reserve: Allocates the host tier's memory (`CausalLM.host_memory`).
+            ranks: Copies on several devices (`CausalLM.copies`).
         """
         ledger = Ledger.of_folder(database, folder)
-        host = HostTier(host_bytes, kv_dtype=kv_dtype, reserve=reserve)
+        host = HostTier(host_bytes, kv_dtype=kv_dtype, reserve=reserve, ranks=ranks)
         disk = DiskTier(folder / "states", disk_bytes, kv_dtype=kv_dtype)
         store = cls(ledger, *_in_order([host, disk, *tiers]), claim_patience)
         store.start()
@@ -575,7 +578,10 @@ def recover(ledger: Ledger, persistent: PersistentTiers, rows: Sequence[StateRow
 
 
 def open_tiers(
-    options: TierOptions, device: torch.device, names: Iterable[str] = TIERS
+    options: TierOptions,
+    device: torch.device,
+    names: Iterable[str] = TIERS,
+    ranks: RankCopies | None = None,
 ) -> list[Tier]:
     """Open the tiers that a configuration asks for, in addition to host and disk.
 
@@ -583,10 +589,11 @@ def open_tiers(
         options: Budgets and locations of the tiers.
         device: Device of the model.
         names: Tiers to open. Defaults to all.
+        ranks: Copies on several devices (`CausalLM.copies`).
 
     Raises:
         ConfigurationError: The URL of the remote tier is not supported.
     """
     classes: Iterable[type[Tier]] = (resolve_name(TIERS[name].implementation) for name in names)
-    opened = (each.from_options(options, device) for each in classes)
+    opened = (each.from_options(options, device, ranks) for each in classes)
     return [tier for tier in opened if tier is not None]

@@ -127,7 +127,7 @@ def test_a_folder_with_a_dead_rank_is_opened_again(tmp_path: Path, model: Loaded
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon-7b": ({}, "falcon models have no plan"),
     "llama": ({"quantization": "int8"}, "packed weights are not split"),
-    "qwen3": ({"device": "meta"}, "served on a CPU so far"),
+    "qwen3": ({"device": "meta"}, "served on GPUs of CUDA and on a CPU"),
 }
 
 

@@ -6,7 +6,7 @@ over them, and uploads them from pinned memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -90,6 +90,16 @@ class TableViews:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TableContent:
+    """The lines that an upload copies, as they cross to the tables of another rank."""
+
+    lines: tuple[int, ...]
+    """Number of lines of each section."""
+    content: bytes
+    """The lines of all sections."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepArrays:
     """The arrays that change in every step, on the host (`TableViews`)."""
 
@@ -153,9 +163,13 @@ class AttentionTables:
         step.logit_rows[:filled] = 0
         self._rows = rows
 
-    def upload(self) -> None:
+    def upload(self, send: Callable[[TableContent], None] | None = None) -> None:
         """Queues the copies of `step`, which may be changed directly afterwards, and of the plan
-        where one was set since the last upload."""
+        where one was set since the last upload.
+
+        Args:
+            send: Called with the content before it is copied.
+        """
         self._memory.open_host()
         lines, capacity = self._memory.lines, self.capacity.rows
         rows = max(self._rows, self._uploaded_rows)  # those that are padding again too
@@ -165,8 +179,24 @@ class AttentionTables:
         for section, count in zip(self._step_sections, lines[-STEP_SECTIONS:], strict=True):
             here = slice(section.first_line, section.first_line + count)
             self._memory.buffer[here] = self._master[here]
+        if send is not None:
+            send(self._memory.content())
         self._memory.upload()
         self._uploaded_rows = self._rows
+
+    def receive(self, given: TableContent, move: Callable[[Int64s], None]) -> None:
+        """Queue the copies of the content of another rank's tables.
+
+        Args:
+            given: The content.
+            move: Puts addresses of this rank in place of the other's.
+        """
+        host = self._memory.receive(given)
+        for name, words in (("bases", 2 * BASE_WIDTH), ("scales", 2 * SCALES_WIDTH)):
+            number = next(n for n, each in enumerate(self._memory.sections) if each.name == name)
+            rows = given.lines[number] * LINE_WORDS // words
+            move(host[name][:rows, :2])
+        self._memory.upload()
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +311,23 @@ class _TableMemory:
                 self._copied[self._at].synchronize()
             self._opened = True
         return self._arrays[self._at]
+
+    def content(self) -> TableContent:
+        """The lines wanted of all sections."""
+        wanted = zip(self.sections, self.lines, strict=True)
+        parts = [self.buffer[each.first_line : each.first_line + n] for each, n in wanted if n]
+        return TableContent(tuple(self.lines), b"".join(each.tobytes() for each in parts))
+
+    def receive(self, given: TableContent) -> dict[str, NDArray[Any]]:
+        """Fill the sections of the next upload. Returns them."""
+        host = self.open_host()
+        content, at = np.frombuffer(given.content, np.int32).reshape(-1, LINE_WORDS), 0
+        for section, count in zip(self.sections, given.lines, strict=True):
+            into = self.buffer[section.first_line : section.first_line + count]
+            into[:] = content[at : at + count]
+            at += count
+        self.lines[:] = given.lines
+        return host
 
     def upload(self) -> None:
         """Copies the lines wanted of all sections. On a GPU a kernel reads them over the bus: in

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -26,6 +28,8 @@ class Collectives(Protocol):
 
     rank: int
     ranks: int
+    alone: bool
+    """Whether calls meet nobody, as in a trial of compiled layers: a sum is the rank's own part."""
 
     def begin_pass(self) -> None:
         """Note that a forward pass begins. Waits for nobody."""
@@ -34,6 +38,9 @@ class Collectives(Protocol):
         """Return the sum of every rank's part, which may be written in place. Equal bits on every
         rank."""
 
+    def sum_products(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return the sum of every rank's `linear(hidden, weight)`, as `sum_parts`."""
+
     def gather_columns(self, part: Tensor, width: int) -> Tensor:
         """Return [R, width] of every rank's columns, in order, to the leader.
 
@@ -41,8 +48,36 @@ class Collectives(Protocol):
         leader get their part back.
         """
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copy a tensor of the leader to the tensors that the others give."""
+
     def wait_for_all(self) -> None:
         """Return when every rank has made the call."""
+
+
+_registered: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
+_handles = count()
+
+
+def register_collectives(collectives: Collectives) -> int:
+    """Return a handle by which `sum_products` finds collectives. They live no longer for it."""
+    handle = next(_handles)
+    _registered[handle] = collectives
+    return handle
+
+
+@torch.library.custom_op("ragcache::sum_products", mutates_args=())
+def sum_products(hidden: Tensor, weight: Tensor, handle: int) -> Tensor:
+    """`Collectives.sum_products` as compiled layers and CUDA graphs see it: an opaque operator.
+
+    hidden: [..., in_features / ranks]; weight: [out_features, in_features / ranks].
+    """
+    return _registered[handle].sum_products(hidden, weight)
+
+
+@sum_products.register_fake
+def _shape_of_sum(hidden: Tensor, weight: Tensor, _handle: int) -> Tensor:
+    return hidden.new_empty(*hidden.shape[:-1], weight.shape[0])
 
 
 class SignsOfLife:
@@ -54,10 +89,16 @@ class SignsOfLife:
         waiting: [ranks] float64, time at which the rank began the one under way, or 0.
         worked: [ranks] float64, seconds from the end of the one before, or from the beginning of
             the pass, to that time.
+        uploaded: [ranks] float64, number of the last copies to its device that a rank has made.
+        downloaded: [ranks] float64, the same of copies from its device.
+        messages: [ranks] float64, how many messages the leader has written, and each follower has
+            carried out.
+        sleeping: [ranks] float64, 1 where a follower has to be woken for a message.
     """
 
     def __init__(self, memory: MappedMemory, ranks: int) -> None:
-        self.beats, self.meetings, self.waiting, self.worked = memory.head(4, ranks)
+        self.beats, self.meetings, self.waiting, self.worked, *others = memory.head(8, ranks)
+        self.uploaded, self.downloaded, self.messages, self.sleeping = others
 
     def beat(self, rank: int) -> None:
         """Record a heartbeat."""
@@ -80,6 +121,7 @@ class GlooCollectives:
 
         c10d: Any = distributed  # whose stubs lack what is used here
         self.rank, self.ranks, self._signs = rank, ranks, signs
+        self.alone = False
         group = c10d.ProcessGroupGloo
         options = group._Options()
         options._devices = [group.create_device(hostname="127.0.0.1")]
@@ -88,8 +130,9 @@ class GlooCollectives:
         self._group = group(store, rank, ranks, options)
         self._sum, self._barrier = c10d.AllreduceOptions(), c10d.BarrierOptions()
         self._gather = c10d.GatherOptions()
-        self._gather.rootRank = 0
-        for each in (self._sum, self._barrier, self._gather):
+        self._broadcast = c10d.BroadcastOptions()
+        self._gather.rootRank = self._broadcast.rootRank = self._broadcast.rootTensor = 0
+        for each in (self._sum, self._barrier, self._gather, self._broadcast):
             each.timeout = LONGEST_MEETING
         self._left = time.monotonic()
 
@@ -99,14 +142,24 @@ class GlooCollectives:
 
     def sum_parts(self, part: Tensor) -> Tensor:
         """See `Collectives.sum_parts`. Narrow types are summed in float32."""
+        if self.alone:
+            return part
         wide = part if part.dtype in (torch.float32, torch.float64) else part.float()
         self._meet(lambda: self._group.allreduce([wide], self._sum))
         return wide.to(part.dtype)
 
+    def sum_products(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """See `Collectives.sum_products`."""
+        return self.sum_parts(functional.linear(hidden, weight))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """See `Collectives.broadcast`."""
+        self._meet(lambda: self._group.broadcast([tensor], self._broadcast))
+
     def gather_columns(self, part: Tensor, width: int) -> Tensor:
         """See `Collectives.gather_columns`."""
-        if not len(part):
-            return part.new_empty(0, width)
+        if self.alone or not len(part):
+            return part.new_empty(len(part), width)
         most = -(-width // self.ranks)
         content = functional.pad(part, (0, most - part.shape[1])).contiguous().view(torch.uint8)
         parts = [torch.empty_like(content) for _ in range(self.ranks)] if self.rank == 0 else []

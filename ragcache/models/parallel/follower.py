@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -24,8 +25,45 @@ from ragcache.models.parallel.plans import attach
 _BEAT = 0.5  # seconds between two heartbeats
 
 
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """Things that the process of a follower has from its start on."""
+
+    rank: int
+    ranks: int
+    memory: MappedMemory
+    """The leader's memory."""
+    connection: Connection
+    """Receives messages of the leader, and sends an empty one when the rank is ready."""
+    signs: SignsOfLife
+    folder: Path
+    """A folder that all ranks reach."""
+
+
 def main() -> None:
-    """Run a follower until the leader closes the connection or ends."""
+    """Run a follower on a CPU until the leader closes the connection or ends."""
+    run_process(_serve)
+
+
+def _serve(process: RankProcess) -> None:
+    connection, memory = process.connection, process.memory
+    shard, key_heads, logits_width = read_message(connection.recv_bytes(), memory)
+    causal = wrap_causal(shard)
+    connection.send_bytes(b"")
+    collectives = GlooCollectives(process.folder, process.rank, process.ranks, process.signs)
+    attach(shard, collectives)
+    with frozen_heap():
+        follow(
+            RankModel(causal, key_heads, logits_width, collectives), memory, connection.recv_bytes
+        )
+
+
+def run_process(serve: Callable[[RankProcess], None]) -> None:
+    """Run a follower, give its signs of life, and report its error to the leader.
+
+    Args:
+        serve: Follows the leader. Ends with `EOFError` when the leader has closed the model.
+    """
     descriptor, nbytes, pipe, rank, ranks, leader = map(int, sys.argv[1:7])
     memory, connection = MappedMemory(descriptor, nbytes), Connection(pipe)
     signs = SignsOfLife(memory, ranks)
@@ -33,17 +71,7 @@ def main() -> None:
     status = 0
     try:
         keep_freed_memory()
-        shard, key_heads, logits_width = read_message(connection.recv_bytes(), memory)
-        causal = wrap_causal(shard)
-        connection.send_bytes(b"")
-        collectives = GlooCollectives(Path(sys.argv[7]), rank, ranks, signs)
-        attach(shard, collectives)
-        with frozen_heap():
-            follow(
-                RankModel(causal, key_heads, logits_width, collectives),
-                memory,
-                connection.recv_bytes,
-            )
+        serve(RankProcess(rank, ranks, memory, connection, signs, Path(sys.argv[7])))
     except EOFError:  # the leader has closed the model
         pass
     except BaseException as error:

@@ -22,10 +22,9 @@ from ragcache.models.parallel.plans import (
     attach,
     check_model,
     refuse_reader,
-    shard_model,
-    weights_of,
 )
 from ragcache.models.parallel.ranks import FollowerProcesses
+from ragcache.models.parallel.shards import split_parts
 
 
 class Followers(Protocol):
@@ -116,14 +115,15 @@ class ParallelLM(CausalLM):
         self._followers.close()
 
 
-def split_model(whole: CausalLM, ranks: int) -> ParallelLM:
+def split_model(whole: CausalLM, ranks: int, device: str | torch.device = "cpu") -> CausalLM:
     """Split a model over `ranks` processes, of which this one is the leader.
 
-    The weights are moved to memory that all ranks map. `ParallelLM.close` ends the others.
+    The weights are moved to memory that all ranks map. `CausalLM.close` ends the others.
 
     Args:
-        whole: A model on a CPU, which stays usable.
+        whole: A model in main memory, which stays usable.
         ranks: Number of processes, at least 2.
+        device: Device of the leader. The other ranks have the GPUs behind it.
 
     Raises:
         UnsupportedModel: The model cannot be split.
@@ -134,9 +134,14 @@ def split_model(whole: CausalLM, ranks: int) -> ParallelLM:
         >>> from ragcache.models import load_model
         >>> parallel = split_model(load_model("MODEL").causal, 2)  # doctest: +SKIP
     """
-    check_device(whole.device, ranks)
+    place = torch.device(device)
+    check_device(place, ranks)
     if whole.ranks > 1:
         raise ConfigurationError("the model is split already; give the model that it was made from")
+    if place.type == "cuda":
+        from ragcache.models.parallel.device_leader import split_over_devices
+
+        return split_over_devices(whole, ranks, place)
     check_model(whole.model, ranks)
     arena = SharedArena.create()
     signs, writer = SignsOfLife(arena, ranks), MessageWriter(arena)
@@ -149,11 +154,18 @@ def split_model(whole: CausalLM, ranks: int) -> ParallelLM:
 
 
 def check_device(device: torch.device, ranks: int) -> None:
-    """Raise `ConfigurationError` for a device on which no model is split."""
-    if device.type != "cpu":
+    """Raise `ConfigurationError` for a device on which no model is split over so many ranks."""
+    if device.type == "cuda":
+        first, count = device.index or 0, torch.cuda.device_count()
+        if first + ranks > count:
+            raise ConfigurationError(
+                f"tensor_parallel={ranks} needs as many GPUs from cuda:{first} on, and this "
+                f"machine has {count}; take a lower number"
+            )
+    elif device.type != "cpu":
         raise ConfigurationError(
-            f"tensor_parallel={ranks} is served on a CPU so far, and the device is {device}; leave "
-            "tensor_parallel out, or serve the model by a replica for each GPU"
+            f"tensor_parallel={ranks} is served on GPUs of CUDA and on a CPU, and the device is "
+            f"{device}; leave tensor_parallel out"
         )
 
 
@@ -182,36 +194,15 @@ def check_options(
         refuse_reader(ranks)
 
 
-def split_parts(
-    whole: CausalLM, ranks: int, writer: MessageWriter
-) -> tuple[list[Any], list[slice], list[bytes]]:
-    """Move the weights of a model to shared memory, and split it there.
-
-    Returns:
-        Of each rank the Hugging Face model, its key heads, and the first message to it.
-    """
-    arena, model = writer.arena, whole.model
-    for weight in weights_of(model):  # one by one, so that memory holds one more at most
-        weight.data = arena.copy(weight.detach())
-
-    def join(parts: list[Tensor]) -> Tensor:
-        return arena.copy(torch.cat(parts))
-
-    shards = [shard_model(model, rank, ranks, join) for rank in range(ranks)]
-    heads = [parts.key_heads(rank) for rank, (_, parts) in enumerate(shards)]
-    models = [shard for shard, _ in shards]
-    width = whole.logits_width
-    return models, heads, [writer.dumps((*each, width)) for each in zip(models, heads, strict=True)]
-
-
 def _distribute(
     whole: CausalLM, writer: MessageWriter, followers: FollowerProcesses, signs: SignsOfLife
 ) -> ParallelLM:
     """Send each follower its part, and connect the ranks."""
     ranks = followers.ranks
-    models, heads, messages = split_parts(whole, ranks, writer)
+    models, heads = split_parts(whole, ranks, writer.arena)
     for rank in range(1, ranks):
-        followers.send(rank, messages[rank])
+        message = models[rank], heads[rank], whole.logits_width
+        followers.send(rank, writer.dumps(message))
     causal = wrap_causal(models[0])
     followers.wait_until_ready()
     collectives = GlooCollectives(followers.folder, 0, ranks, signs)

@@ -35,6 +35,7 @@ class MappedMemory:
     Attributes:
         descriptor: The file, for processes that inherit it.
         nbytes: Size of the mapping. Pages exist once they are written.
+        address: Address of the mapping in this process.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -43,11 +44,11 @@ class MappedMemory:
         with suppress(OSError):  # the kernel may have no huge pages for such memory
             self.content.madvise(mmap.MADV_HUGEPAGE)
         self._all = torch.frombuffer(self.content, dtype=torch.uint8)
-        self._address = self._all.data_ptr()
+        self.address = self._all.data_ptr()
 
     def place_of(self, tensor: Tensor) -> int | None:
         """Return the first byte of a tensor in this memory. None if the tensor lies elsewhere."""
-        place = tensor.data_ptr() - self._address
+        place = tensor.data_ptr() - self.address
         return place if tensor.numel() and 0 <= place < self.nbytes else None
 
     def tensor(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ragcache.models.parallel.device_memory import FollowerRegions, LeaderRegions, Place
 from ragcache.models.parallel.memory import MappedMemory, SharedArena
 
 MOST_INLINE = 2**16
@@ -25,10 +26,14 @@ class MessageWriter:
 
     A large tensor outside shared memory is copied there once, and the copy lives as long as the
     tensor: states that a file holds, or that were stored in eight bits.
+
+    Args:
+        arena: The memory that all ranks map.
+        regions: Device memory that every rank has, if any.
     """
 
-    def __init__(self, arena: SharedArena) -> None:
-        self.arena = arena
+    def __init__(self, arena: SharedArena, regions: LeaderRegions | None = None) -> None:
+        self.arena, self.regions = arena, regions
         self._copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def dumps(self, message: object) -> bytes:
@@ -39,7 +44,14 @@ class MessageWriter:
 
     def reference(self, tensor: Tensor) -> _Reference:
         """Describe a tensor for `MessageReader`."""
-        place, given = self.arena.place_of(tensor), tensor
+        given = tensor
+        place: Place | int | None = None
+        if self.regions is not None:
+            place = self.regions.place_of(tensor)
+        if place is None and tensor.is_cuda:
+            raise ValueError("a tensor of a GPU crosses between ranks only as a part of a region")
+        if place is None:
+            place = self.arena.place_of(tensor)
         if place is None and tensor.nbytes > MOST_INLINE:
             if tensor not in self._copies:
                 self._copies[tensor] = self.arena.copy(tensor)
@@ -64,13 +76,18 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, memory: MappedMemory) -> None:
+    def __init__(
+        self, file: io.BytesIO, memory: MappedMemory, regions: FollowerRegions | None
+    ) -> None:
         super().__init__(file)
-        self._memory = memory
+        self._memory, self._regions = memory, regions
 
     def persistent_load(self, pid: _Reference) -> Tensor:
         parameter, dtype, shape, strides, content = pid
-        if strides is not None:
+        if isinstance(content, Place):
+            assert self._regions is not None
+            tensor = self._regions.tensor(content, dtype, shape, strides or ())
+        elif strides is not None:
             tensor = self._memory.tensor(content, dtype, shape, strides)
         elif content:
             tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -80,6 +97,8 @@ class _Unpickler(pickle.Unpickler):
         return nn.Parameter(tensor, requires_grad=False) if parameter else tensor
 
 
-def read_message(content: bytes, memory: MappedMemory) -> Any:
-    """Return a message of the leader, whose tensors are views of `memory`."""
-    return _Unpickler(io.BytesIO(content), memory).load()  # nosec B301: of the parent process
+def read_message(
+    content: bytes, memory: MappedMemory, regions: FollowerRegions | None = None
+) -> Any:
+    """Return a message of the leader, whose tensors are views of `memory` and `regions`."""
+    return _Unpickler(io.BytesIO(content), memory, regions).load()  # nosec B301: of the parent process

@@ -16,14 +16,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ragcache.errors import UnsupportedModel
 from ragcache.models.families import family_of
 from ragcache.models.hf_patch import patch_attention
 from ragcache.models.model import Dimensions
-from ragcache.models.parallel.collectives import Collectives
+from ragcache.models.parallel.collectives import (
+    Collectives,
+    register_collectives,
+    sum_products,
+)
 from ragcache.models.recurrent import LayerKinds
 
 COLUMNS, ROWS = "colwise", "rowwise"
@@ -42,8 +45,8 @@ Join = Callable[[list[Tensor]], Tensor]
 class RowParallel(nn.Module):
     """A linear layer that has some columns of its weight, and adds up the results of all ranks."""
 
-    collectives: Collectives
-    """The sums, once `attach` has set them."""
+    handle: int
+    """Handle of the sums (`register_collectives`), once `attach` has set it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -52,7 +55,7 @@ class RowParallel(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [..., in_features / ranks]; returns [..., out_features]."""
-        total = self.collectives.sum_parts(functional.linear(hidden, self.weight))
+        total: Tensor = sum_products(hidden, self.weight, self.handle)
         return total if self.bias is None else total + self.bias
 
 
@@ -155,9 +158,10 @@ def weights_of(model: nn.Module) -> Iterator[Tensor]:
 
 def attach(shard: Any, collectives: Collectives) -> None:
     """Give the layers of a rank's model the sums over all ranks."""
+    handle = register_collectives(collectives)
     for module in shard.modules():
         if isinstance(module, RowParallel):
-            module.collectives = collectives
+            module.handle = handle
 
 
 def _plan_of(config: Any, ranks: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,15 +26,17 @@ PATIENCE = 3.0
 """Seconds without a sign of life after which a rank counts as hanging."""
 _LOOKS = 0.1  # seconds between two looks of the watch
 _STARTING = 120.0  # seconds that a follower's imports may take
+_COMPILING = 300.0  # seconds that a rank's work may take while the leader's own goes on
 _ENDING = 3.0  # seconds that a follower may take to end by itself
 
 _SCRIPT = "from ragcache.models.parallel.follower import main; main()"
+_DEVICE_SCRIPT = "from ragcache.engine.device_follower import main; main()"
 
 
 class _Follower:
     """A follower's process, as the leader sees it."""
 
-    def __init__(self, rank: int, ranks: int, arena: SharedArena, folder: str) -> None:
+    def __init__(self, rank: int, ranks: int, arena: SharedArena, folder: str, script: str) -> None:
         ours, theirs = socket.socketpair()
         self.rank = rank
         self._lock = threading.Lock()
@@ -47,7 +49,7 @@ class _Follower:
         environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(ranks)))
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _SCRIPT, *map(str, numbers), folder],
+                [sys.executable, "-c", script, *map(str, numbers), folder],
                 pass_fds=(arena.descriptor, theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -99,24 +101,28 @@ class FollowerProcesses:
         on_failure: Functions called with the failure, in any thread.
     """
 
-    def __init__(self, ranks: int, arena: SharedArena, signs: SignsOfLife) -> None:
+    def __init__(
+        self, ranks: int, arena: SharedArena, signs: SignsOfLife, *, devices: bool = False
+    ) -> None:
         """Start the processes.
 
         Args:
             ranks: Number of ranks, with the leader.
             arena: Memory that they map.
             signs: Signs of life of all ranks, in the arena.
+            devices: Whether each rank has a device, whose work the host does not wait for.
         """
         self.failure: EngineFailed | None = None
         self.on_failure: list[Callable[[EngineFailed], object]] = []
-        self.ranks, self._signs = ranks, signs
+        self.ranks, self._signs, self._devices = ranks, signs, devices
+        script = _DEVICE_SCRIPT if devices else _SCRIPT
         self._folder = TemporaryDirectory(prefix="ragcache-ranks-")
         self._lock = threading.Lock()
         self._pid = os.getpid()
         now = time.monotonic()
         signs.beats[:] = now + _STARTING
         self._followers = [
-            _Follower(rank, ranks, arena, self._folder.name) for rank in range(1, ranks)
+            _Follower(rank, ranks, arena, self._folder.name, script) for rank in range(1, ranks)
         ]
         self._closed = threading.Event()
         self._watch = threading.Thread(target=self._look, name="ragcache-ranks", daemon=True)
@@ -132,14 +138,18 @@ class FollowerProcesses:
         if self.failure is not None:
             raise EngineFailed(str(self.failure)) from self.failure.__cause__
 
+    def sending(self) -> AbstractContextManager[None]:
+        """Send a message within the block. An error ends all ranks."""
+        return self._ending("a message could not be sent")
+
     def send(self, rank: int, message: bytes) -> None:
         """Send a message to one follower."""
-        with self._ending("a message could not be sent"):
+        with self.sending():
             self._followers[rank - 1].connection.send_bytes(message)
 
     def send_all(self, message: bytes) -> None:
         """Send a message to all followers."""
-        with self._ending("a message could not be sent"):
+        with self.sending():
             for follower in self._followers:
                 follower.connection.send_bytes(message)
 
@@ -210,11 +220,24 @@ class FollowerProcesses:
         for rank in range(1, self.ranks):
             if now - signs.beats[rank] > PATIENCE:
                 return f"rank {rank} of {self.ranks} gives no sign of life"
+        if self._devices:
+            return self._first_late(now)
         began = signs.waiting[0]
         if began and now - began > max(PATIENCE, 3 * signs.worked[0]):
             for rank in range(1, self.ranks):
                 if signs.meetings[rank] < signs.meetings[0]:
                     return f"rank {rank} of {self.ranks} hangs in a pass"
+        return ""
+
+    def _first_late(self, now: float) -> str:
+        """Name a rank that launches work for much longer than the leader does. A rank that is
+        about to compile kernels has the leader's time for it."""
+        signs = self._signs
+        patience = _COMPILING if signs.waiting[0] else max(PATIENCE, 3 * signs.worked[0])
+        for rank in range(1, self.ranks):
+            began = signs.waiting[rank]
+            if began and now - began > patience:
+                return f"rank {rank} of {self.ranks} hangs in a pass"
         return ""
 
     def _fail(self, reason: str, cause: BaseException | None) -> None:

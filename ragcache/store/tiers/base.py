@@ -29,6 +29,7 @@ from ragcache.files import allocated, sync, write_parts
 from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates
 from ragcache.states.serialization import Allocate
+from ragcache.store.tiers.ranks import RankCopies
 from ragcache.tiers import TIERS, TierOptions, TierTraits
 
 
@@ -100,7 +101,12 @@ class Tier(ABC):
     # Optional behavior.
 
     @classmethod
-    def from_options(cls, options: TierOptions, device: torch.device) -> Tier | None:  # noqa: ARG003
+    def from_options(
+        cls,
+        options: TierOptions,  # noqa: ARG003
+        device: torch.device,  # noqa: ARG003
+        ranks: RankCopies | None = None,  # noqa: ARG003
+    ) -> Tier | None:
         """Open the tier that the options ask for, if any. Every store has host and disk anyway.
 
         Args:

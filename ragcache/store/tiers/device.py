@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -26,11 +27,13 @@ from ragcache.states.quantization import (
     tensors_of,
 )
 from ragcache.store.tiers.base import MemoryTier, check_budget
+from ragcache.store.tiers.ranks import CopyTensor, RankCopies, Way, copy_tensor, own_heads
 from ragcache.store.tiers.slabs import ALIGNMENT, SLAB_BYTES, Extent, SlabPool, rounded
 from ragcache.store.tiers.streams import DeviceStreams, indexed
 from ragcache.tiers import TIERS, TierOptions
 
 _PIECE = 1 << 21  # bytes from which a copy nearly reaches the bandwidth of the bus
+_DIFFERENCE = 1 << 29  # bytes by which the free memory of two devices may differ
 _PIECES = 8  # minimum number of pieces of that size: a step starts after the first one
 
 
@@ -83,7 +86,7 @@ class _Copy:
         """Bytes of one layer's keys as they are transferred."""
         return self.source.keys.nbytes // max(1, self.num_layers)
 
-    def copy_layers(self, begin: int, end: int) -> None:
+    def copy_layers(self, begin: int, end: int, copy: CopyTensor) -> None:
         """Queue the copy of layers begin:end. Restores int8 states on the device if needed.
 
         The states of recurrent layers are copied with the first layer.
@@ -92,7 +95,7 @@ class _Copy:
         if source.recurrent is not None:
             if begin == 0:
                 for name, tensor in source.recurrent.tensors().items():
-                    self.target[name].copy_(tensor, non_blocking=True)
+                    copy(self.target[name], tensor)
             source = replace(source, recurrent=None)
         parts = {name: tensor[layers] for name, tensor in tensors_of(source).items()}
         if isinstance(source, QuantizedStates) and "key_scales" not in self.target:
@@ -100,7 +103,7 @@ class _Copy:
             there = {name: part.to(device, non_blocking=True) for name, part in parts.items()}
             parts = tensors_of(rebuild(there, source.start, source.dtype).restore())
         for name, part in parts.items():
-            self.target[name][layers].copy_(part, non_blocking=True)
+            copy(self.target[name][layers], part)
 
     def states(self) -> StoredStates:
         """Return the copied states, with their arrival."""
@@ -132,6 +135,7 @@ class DeviceTier(MemoryTier):
         *,
         kv_dtype: KVDtype = "model",
         streams: DeviceStreams | None = None,
+        ranks: RankCopies | None = None,
     ) -> None:
         """Create the tier and reserve its budget.
 
@@ -140,6 +144,8 @@ class DeviceTier(MemoryTier):
             device: Device of the states.
             kv_dtype: `model`, or `int8` for a GPU whose attention reads int8 states.
             streams: Streams of the device. Defaults to new ones on a GPU.
+            ranks: Copies on several devices, each of which has states of its own heads. The budget
+                is then that of each device.
 
         Raises:
             StoreFull: The device has no room for the budget.
@@ -148,7 +154,7 @@ class DeviceTier(MemoryTier):
         self.budget_bytes: int | None = 0
         self.kv_dtype = kv_dtype
         self.device = indexed(torch.device(device))
-        self._streams = streams
+        self._streams, self._ranks = streams, ranks
         self._pool = SlabPool(0, self._reserve)
         if self.device.type == "cuda":
             self._streams = streams or DeviceStreams(self.device)
@@ -161,11 +167,13 @@ class DeviceTier(MemoryTier):
         self._arriving: deque[Arrival] = deque()  # keep the sources alive
 
     @classmethod
-    def from_options(cls, options: TierOptions, device: torch.device) -> DeviceTier | None:
+    def from_options(
+        cls, options: TierOptions, device: torch.device, ranks: RankCopies | None = None
+    ) -> DeviceTier | None:
         if options.device_bytes is None and device.type != "cuda":
             return None
         budget = parse_optional_bytes(options.device_bytes)
-        return cls(budget, device, kv_dtype=options.device_kv_dtype)
+        return cls(budget, device, kv_dtype=options.device_kv_dtype, ranks=ranks)
 
     @property
     def used_bytes(self) -> int:
@@ -186,7 +194,10 @@ class DeviceTier(MemoryTier):
             with capture_lock:  # freeing memory synchronizes, which a capture forbids
                 torch.cuda.empty_cache()
                 free, _ = torch.cuda.mem_get_info(self.device)
-                self._set_budget(max(0, free - keep_free))
+                if self._ranks is None:
+                    self._set_budget(max(0, free - keep_free))
+            if self._ranks is not None:  # allocates on all devices, in the order of their work
+                self._set_budget(max(0, free - keep_free - _DIFFERENCE))
 
     def _set_budget(self, nbytes: int) -> None:
         """Set the budget. On a GPU, reserve it at once as one slab.
@@ -200,6 +211,7 @@ class DeviceTier(MemoryTier):
             self._pool.grow(1)
 
     def size_of(self, states: StoredStates) -> int:
+        states = own_heads(states, self._ranks)
         kept = states.keys, states.values
         itemsize = model_dtype(states).itemsize if self.kv_dtype == "model" else 1
         numbers = sum(rounded(itemsize * each.numel()) for each in kept)
@@ -242,7 +254,10 @@ class DeviceTier(MemoryTier):
     def _reserve(self, nbytes: int) -> Tensor:
         try:
             # zeros: padding that is read together with states must be finite
-            slab = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            if self._ranks is not None:
+                slab = self._ranks.new_memory(nbytes)
+            else:
+                slab = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             raise StoreFull(
                 f"{self.device} has no room for {nbytes:,} bytes of states; lower device_bytes"
@@ -254,7 +269,8 @@ class DeviceTier(MemoryTier):
     def _begin(self, sources: Sequence[StoredStates]) -> list[_Copy]:
         """Allocate an extent for each source. Raises `StoreBudgetExceeded`."""
         self.settle()
-        shapes = [_target_shapes(states, self.kv_dtype) for states in sources]
+        own = [own_heads(states, self._ranks) for states in sources]
+        shapes = [_target_shapes(states, self.kv_dtype) for states in own]
         sizes = [sum(rounded(nbytes) for _, _, nbytes in each.values()) for each in shapes]
         check_budget(self.name, self.budget_bytes, self._used, sum(sizes))
         copies = []
@@ -311,12 +327,13 @@ class DeviceTier(MemoryTier):
         streams = self._streams
         if not copies or streams is None:
             return
-        streams.follow_thread()
-        with streams.on(streams.compute):
-            for copy in copies:
-                if copy.source.arrival is not None:
-                    copy.source.arrival.wait(streams.compute)
-                copy.copy_layers(0, copy.num_layers)
+        with self._copying("compute") as (copy_tensor, _):
+            streams.follow_thread()
+            with streams.on(streams.compute):
+                for copy in copies:
+                    if copy.source.arrival is not None:
+                        copy.source.arrival.wait(streams.compute)
+                    copy.copy_layers(0, copy.num_layers, copy_tensor)
         event = streams.record(streams.compute)
         self._note_arrival(copies, [event], stream=streams.compute)
 
@@ -330,17 +347,36 @@ class DeviceTier(MemoryTier):
         streams = self._streams
         layers = max(copy.num_layers for copy in copies)
         if streams is None:
-            for copy in copies:
-                copy.copy_layers(0, layers)
+            with self._copying("compute") as (copy_tensor, _):
+                for copy in copies:
+                    copy.copy_layers(0, layers, copy_tensor)
             return
         of_layer = max(1, sum(copy.layer_bytes for copy in copies) // len(copies))
-        ends, events = _piece_ends(layers, fewest=-(-_PIECE // of_layer)), []
+        ends, events = _piece_ends(layers, fewest=-(-_PIECE // of_layer)), list[CopyEvent]()
+        ranks, batch, last = self._ranks, 0, 0
+        if ranks is not None:
+            batch = ranks.batch()
         for begin, end in pairwise([0, *ends]):
-            with streams.on(streams.upload):
+            copying = self._copying("upload", batch, end, last=end == layers)
+            with copying as (copy_tensor, number), streams.on(streams.upload):
                 for copy in copies:
-                    copy.copy_layers(begin, end)
+                    copy.copy_layers(begin, end, copy_tensor)
+                last = number
             events.append(streams.record(streams.upload))
-        self._note_arrival(copies, events, ends)
+        ours = events[-1]
+        if ranks is not None:
+            events[-1] = ranks.event(ours, "upload", last)
+        arrival = self._note_arrival(copies, events, ends)
+        if ranks is not None:
+            ranks.note_arrival(arrival, batch, ours)
+
+    def _copying(
+        self, way: Way, batch: int = 0, end: int = 0, *, last: bool = True
+    ) -> AbstractContextManager[tuple[CopyTensor, int]]:
+        """A function that copies tensors, on all ranks if there are several."""
+        if self._ranks is None:
+            return nullcontext((copy_tensor, 0))
+        return self._ranks.copying(way, batch, end, last=last)
 
     def _note_arrival(
         self,
@@ -348,11 +384,12 @@ class DeviceTier(MemoryTier):
         events: Sequence[CopyEvent],
         ends: Sequence[int] = (),
         stream: Any = None,
-    ) -> None:
+    ) -> Arrival:
         arrival = Arrival(events, ends, [copy.source for copy in copies], stream)
         self._arriving.append(arrival)
         for copy in copies:
             copy.memory.arrival = arrival
+        return arrival
 
 
 def _piece_ends(layers: int, fewest: int) -> list[int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ragcache.errors import StoreBudgetExceeded, StoreError
 from ragcache.openmp import keeps_no_workers
-from ragcache.states import KVKey
+from ragcache.states import Arrival, KVKey
 from ragcache.states.quantization import (
     KVDtype,
     StoredStates,
@@ -28,14 +28,18 @@ from ragcache.states.quantization import (
     wait_for_arrival,
 )
 from ragcache.store.tiers.base import MemoryTier, check_budget
+from ragcache.store.tiers.ranks import CopyTensor, RankCopies, copy_tensor
 from ragcache.store.tiers.slabs import SLAB_BYTES, Extent, SlabPool, rounded
 from ragcache.store.tiers.streams import downloading
 from ragcache.tiers import TIERS
 
 _PAGE, _LINE = 4096, 64  # bytes of a memory page and of a cache line
-_ORDINARY = partial(np.empty, dtype=np.uint8)
 
 Reserve: TypeAlias = Callable[[int], NDArray[np.uint8]]
+
+
+def _ordinary(nbytes: int) -> NDArray[np.uint8]:
+    return np.empty(nbytes, np.uint8)
 
 
 class HostTier(MemoryTier):
@@ -58,6 +62,7 @@ class HostTier(MemoryTier):
         pinned: bool | None = None,
         slab_bytes: int = SLAB_BYTES,
         reserve: Reserve | None = None,
+        ranks: RankCopies | None = None,
     ) -> None:
         """Create an empty tier.
 
@@ -67,14 +72,20 @@ class HostTier(MemoryTier):
             pinned: Whether to register memory with CUDA. Defaults to whether a GPU is present.
             slab_bytes: Size of a pinned slab.
             reserve: Allocates uint8 [N] that is not pinned. Defaults to numpy's memory.
+            ranks: Copies on several devices, each of which has states of its own heads. Their
+                memory takes the place of `reserve`.
         """
         super().__init__()
         self.budget_bytes: int | None = budget_bytes
         self.kv_dtype = kv_dtype
         self.pinned = torch.cuda.is_available() if pinned is None else pinned
-        self._pool = SlabPool(budget_bytes, pinned_slab, slab_bytes) if self.pinned else None
+        self._ranks = ranks
+        if ranks is not None:
+            reserve = ranks.new_host_memory
+        slab = partial(pinned_slab, reserve=reserve or _ordinary, ranks=ranks)
+        self._pool = SlabPool(budget_bytes, slab, slab_bytes) if self.pinned else None
         self.traits = replace(self.traits, slabs=self.pinned)
-        self._reserve = reserve or _ORDINARY
+        self._reserve = reserve or _ordinary
         self._blocks: dict[int, int] = {}  # address to bytes
         self._freed: deque[int] = deque()  # addresses, filled by finalizers at any time
         self._addresses: dict[Extent, int] = {}
@@ -124,7 +135,8 @@ class HostTier(MemoryTier):
         return memory
 
     def size_of(self, states: StoredStates) -> int:
-        return self._size(quantized_nbytes(states, self.kv_dtype))
+        nbytes = quantized_nbytes(states, self.kv_dtype)
+        return self._size(nbytes * self._whole(states.keys)[1] // states.keys.shape[1])
 
     @keeps_no_workers
     def put(self, key: KVKey, states: StoredStates) -> int:
@@ -157,14 +169,36 @@ class HostTier(MemoryTier):
 
         A copy from a GPU is queued on a stream of its own. `arrival` tells when it has ended.
         """
-        block, end = self.allocate(states.nbytes), 0
-        copies = {}
-        with downloading(states) as download:
-            for name, tensor in tensors_of(states).items():
-                place = block[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                copies[name] = place.copy_(tensor, non_blocking=download.queued)
-                end += tensor.nbytes
-        return rebuild(copies, states.start, model_dtype(states), download.arrival)
+        ranks = self._ranks
+        if ranks is not None and states.keys.shape[1] != self._whole(states.keys)[1]:
+            with downloading(states) as download, ranks.copying("download") as (copy, number):
+                copies = self._copy_to_block(states, copy)
+            event = ranks.event(download.event, "download", number)
+            arrival: Arrival | None = Arrival([event], sources=states)
+        else:
+            with downloading(states) as download:
+                copies = self._copy_to_block(states, copy_tensor)
+            arrival = download.arrival
+        return rebuild(copies, states.start, model_dtype(states), arrival)
+
+    def _copy_to_block(self, states: StoredStates, copy: CopyTensor) -> dict[str, Tensor]:
+        """Copy tensors of states to a new block, with the heads of all ranks."""
+        tensors = tensors_of(states)
+        shapes = {name: self._whole(each) for name, each in tensors.items()}
+        sizes = {name: shapes[name].numel() * each.itemsize for name, each in tensors.items()}
+        block, end, copies = self.allocate(sum(sizes.values())), 0, {}
+        for name, tensor in tensors.items():
+            copies[name] = block[end : end + sizes[name]].view(tensor.dtype).view(shapes[name])
+            copy(copies[name], tensor)
+            end += sizes[name]
+        return copies
+
+    def _whole(self, tensor: Tensor) -> torch.Size:
+        """The shape of a tensor of states with all heads."""
+        ranks = self._ranks
+        if ranks is None or tensor.dim() != 4 or tensor.shape[1] != ranks.heads:
+            return tensor.shape
+        return torch.Size((tensor.shape[0], ranks.whole_heads, *tensor.shape[2:]))
 
     def _settle(self) -> None:
         while self._freed:
@@ -176,16 +210,28 @@ class HostTier(MemoryTier):
             self._pool.give_back(extent)
 
 
-def pinned_slab(nbytes: int) -> Tensor:
+def pinned_slab(
+    nbytes: int, *, reserve: Reserve = _ordinary, ranks: RankCopies | None = None
+) -> Tensor:
     """Allocate uint8 [nbytes], registered with CUDA while any tensor refers to it.
 
-    Raises `StoreError` if the operating system refuses.
+    Args:
+        nbytes: Size of the slab.
+        reserve: Allocates the memory.
+        ranks: Ranks that map the memory, too.
+
+    Raises:
+        StoreError: The operating system refuses.
     """
     size = -(-nbytes // _PAGE) * _PAGE
-    block = np.empty(size + _PAGE, np.uint8)
+    block = reserve(size + _PAGE)
     begin = -block.ctypes.data % _PAGE
-    pin(block.ctypes.data + begin, size)
-    weakref.finalize(block, unpin, block.ctypes.data + begin).atexit = False
+    address = block.ctypes.data + begin
+    pin(address, size)
+    weakref.finalize(block, unpin, address).atexit = False
+    if ranks is not None:
+        ranks.pin(address, size)
+        weakref.finalize(block, ranks.unpin, address).atexit = False
     return torch.from_numpy(block[begin : begin + nbytes])
 
 

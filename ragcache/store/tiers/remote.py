@@ -36,6 +36,7 @@ from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates, quantize, quantized_nbytes
 from ragcache.states.serialization import read_blob, to_blob
 from ragcache.store.tiers.base import PART, SUFFIX, Tier, check_budget, key_of, named_os_error
+from ragcache.store.tiers.ranks import RankCopies
 from ragcache.tiers import TIERS, TierOptions
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,12 @@ class RemoteTier(Tier):
         return cls(files, root, budget_bytes, kv_dtype=kv_dtype, retry=retry)
 
     @classmethod
-    def from_options(cls, options: TierOptions, device: torch.device) -> RemoteTier | None:  # noqa: ARG003
+    def from_options(
+        cls,
+        options: TierOptions,
+        device: torch.device,  # noqa: ARG003
+        ranks: RankCopies | None = None,  # noqa: ARG003
+    ) -> RemoteTier | None:
         if options.remote is None:
             return None
         budget = parse_optional_bytes(options.remote_bytes)

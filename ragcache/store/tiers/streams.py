@@ -69,6 +69,8 @@ class Download:
     """Whether the copies are queued. False if they end at once."""
     arrival: Arrival | None = None
     """End of queued copies, set after they are queued."""
+    event: CopyEvent | None = None
+    """The event of `arrival`."""
 
 
 @contextmanager
@@ -90,7 +92,7 @@ def downloading(states: StoredStates) -> Iterator[Download]:
         yield download
         event = new_event()
         event.record(stream)
-    download.arrival = Arrival([event], sources=states)
+    download.event, download.arrival = event, Arrival([event], sources=states)
 
 
 @cache

@@ -10,6 +10,7 @@ from ragcache.config import parse_bytes
 from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates
 from ragcache.store.tiers.base import MemoryTier, check_budget
+from ragcache.store.tiers.ranks import RankCopies
 from ragcache.tiers import TierTraits
 
 ARCHIVE: dict[KVKey, StoredStates] = {}
@@ -27,8 +28,11 @@ class ArchiveTier(MemoryTier):
         self.budget_bytes, self.shelf, self._states = budget_bytes, shelf, ARCHIVE
 
     @classmethod
-    def from_options(cls, options: Any, device: torch.device) -> ArchiveTier | None:
+    def from_options(
+        cls, options: Any, device: torch.device, ranks: RankCopies | None = None
+    ) -> ArchiveTier | None:
         assert device.type == "cpu"
+        assert ranks is None
         if options.archive is None:
             return None
         return cls(parse_bytes(options.archive_bytes), options.archive)

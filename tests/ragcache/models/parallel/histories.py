@@ -19,9 +19,11 @@ from ragcache.engine import (
     SamplingParams,
     Segment,
     encode,
+    kv_cache,
 )
 from ragcache.engine.config import EngineStats
 from ragcache.engine.encoding import StatesChannel
+from ragcache.engine.runner import ModelRunner
 from ragcache.errors import RagCacheError
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
@@ -35,7 +37,7 @@ from tests.ragcache.engine.stepped_engine import (
 from tests.tiny_models import VOCABULARY
 
 PREAMBLE, DOCUMENTS = 8, (5, 9, 12, 20, 31)  # tokens
-BLOCKS = 30  # of the pool: too few for the requests that run
+BLOCKS, LARGE_BLOCKS = 30, 4  # of the pool: too few for the requests that run
 
 
 class EveryOther:
@@ -112,13 +114,16 @@ class _Events:
         )
 
 
-def run_history(causal: CausalLM, requests: int, seed: int = 0) -> History:
+def run_history(
+    causal: CausalLM, requests: int, seed: int = 0, runner: ModelRunner | None = None
+) -> History:
     """Run a random history to its end.
 
     Args:
         causal: The model.
         requests: How many requests are submitted.
         seed: Of everything that is drawn.
+        runner: Computes the steps. Defaults to a CPU's with small blocks.
     """
     events, clock = _Events(seed), ManualClock()
     preamble = events.tokens(PREAMBLE)
@@ -126,9 +131,10 @@ def run_history(causal: CausalLM, requests: int, seed: int = 0) -> History:
     root = Segment(states, 0, name="root")
     jobs = [EncodeJob(events.tokens(length), PREAMBLE, root) for length in DOCUMENTS]
     documents = list(encode(causal, jobs))
-    nbytes = BLOCKS * BLOCK_SIZE * causal.computed_bytes_per_token
+    tokens = BLOCKS * BLOCK_SIZE if runner is None else LARGE_BLOCKS * kv_cache.BLOCK_SIZE
+    nbytes = tokens * causal.computed_bytes_per_token
     config = EngineConfig(nbytes, 24, 48, running=6, draft_tokens=3, draft_requests=4)
-    core = core_of(causal, config, clock)
+    core = SteppedCore(runner, config, clock) if runner else core_of(causal, config, clock)
     history = History(stats=core.stats)
     answers, encodings = list[Answer](), list[RequestHandle[KVStates, None]]()
     while len(answers) < requests or core.busy:

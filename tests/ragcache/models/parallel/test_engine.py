@@ -14,7 +14,7 @@ import torch
 
 from ragcache.engine import EncodeJob, EngineConfig, LLMEngine, Request, assemble_context
 from ragcache.errors import EngineFailed
-from ragcache.models import wrap_causal
+from ragcache.models import ForwardBatch, wrap_causal
 from ragcache.models.parallel.leader import ParallelLM
 from ragcache.store.tiers.host import HostTier
 from tests.ragcache.models.parallel.thread_ranks import ThreadFollowers, split_in_threads
@@ -82,6 +82,26 @@ def test_an_error_after_a_failure_ends_the_engine(
         with pytest.raises(EngineFailed, match="the engine's thread has ended") as caught:
             engine.submit_request(request()).result(SECONDS)
         assert caught.value.__cause__ is followers.failure
+        engine._thread.join(SECONDS)
+        assert not engine.is_open
+
+
+def test_tokens_of_a_step_beside_a_failure_are_not_delivered(
+    split: ParallelLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums on a device end with any result when a rank has failed."""
+    followers, forward = cast("ThreadFollowers", split._followers), split.forward
+
+    def failing(batch: ForwardBatch) -> torch.Tensor:
+        logits = forward(batch)
+        followers.failure = EngineFailed("rank 1 of 2 ended with SIGKILL")
+        return logits
+
+    with LLMEngine(split, EngineConfig(2**20)) as engine:
+        monkeypatch.setattr(split, "forward", failing)
+        handle = engine.submit_request(request())
+        with pytest.raises(EngineFailed, match="rank 1 of 2 ended with SIGKILL"):
+            next(iter(handle))
         engine._thread.join(SECONDS)
         assert not engine.is_open
 

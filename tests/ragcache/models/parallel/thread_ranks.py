@@ -9,15 +9,17 @@ from queue import SimpleQueue
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ragcache.errors import EngineFailed
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.parallel.follower import follow
-from ragcache.models.parallel.leader import ParallelLM, split_parts
+from ragcache.models.parallel.leader import ParallelLM
 from ragcache.models.parallel.memory import MappedMemory, SharedArena
 from ragcache.models.parallel.messages import MessageWriter, read_message
 from ragcache.models.parallel.passes import RankModel
 from ragcache.models.parallel.plans import attach
+from ragcache.models.parallel.shards import split_parts
 
 
 class Meeting:
@@ -32,6 +34,8 @@ class Meeting:
 class ThreadCollectives:
     """Collectives of one thread."""
 
+    alone = False
+
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.ranks, self._meeting = rank, meeting.barrier.parties, meeting
 
@@ -41,6 +45,12 @@ class ThreadCollectives:
     def sum_parts(self, part: Tensor) -> Tensor:
         self._meeting.sums += self.rank == 0
         return torch.stack(self._exchanged(part)).sum(0)
+
+    def sum_products(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return self.sum_parts(functional.linear(hidden, weight))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        tensor.copy_(self._exchanged(tensor.clone())[0])
 
     def gather_columns(self, part: Tensor, width: int) -> Tensor:
         parts = self._exchanged(part)
@@ -119,9 +129,10 @@ def split_in_threads(whole: CausalLM, ranks: int) -> ParallelLM:
     """Split a model over threads. Close it to end them."""
     arena, followers = SharedArena.create(), ThreadFollowers(ranks)
     writer = MessageWriter(arena)
-    models, heads, messages = split_parts(whole, ranks, writer)
+    models, heads = split_parts(whole, ranks, arena)
     for rank in range(1, ranks):
-        followers.start(rank, messages[rank], arena)
+        message = models[rank], heads[rank], whole.logits_width
+        followers.start(rank, writer.dumps(message), arena)
     collectives = ThreadCollectives(0, followers.meeting)
     attach(models[0], collectives)
     leader = RankModel(wrap_causal(models[0]), heads[0], whole.logits_width, collectives)

@@ -29,8 +29,8 @@ def copied_layers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]
     copies: list[tuple[int, int, int]] = []
     copy_layers = device_module._Copy.copy_layers
 
-    def noting(self: Any, begin: int, end: int) -> None:
-        copy_layers(self, begin, end)
+    def noting(self: Any, begin: int, end: int, copy: Any) -> None:
+        copy_layers(self, begin, end, copy)
         part = self.source.keys[begin:end, 0, 0, 0].tolist()
         copies.append((int(part[0]) // 100, int(part[0]) % 100, int(part[-1]) % 100))
 

@@ -1,0 +1,68 @@
+"""A follower on a device of its own: a process that executes the leader's messages."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from contextlib import nullcontext
+
+import torch
+
+from ragcache.engine.device_ranks import DeviceFollower
+from ragcache.machine import frozen_heap
+from ragcache.models.parallel.collectives import Collectives, GlooCollectives
+from ragcache.models.parallel.device_leader import DeviceSetup
+from ragcache.models.parallel.device_memory import FollowerRegions
+from ragcache.models.parallel.device_model import DeviceRankLM
+from ragcache.models.parallel.follower import RankProcess, run_process
+from ragcache.models.parallel.messages import read_message
+from ragcache.models.parallel.plans import attach
+from ragcache.models.parallel.ring import RingReader
+
+TRACES_VARIABLE = "RAGCACHE_RANK_TRACES"
+"""Environment variable: if set, SIGUSR1 writes the stacks of a follower's threads to stderr."""
+
+
+def main() -> None:
+    """Run a follower until the leader closes the connection or ends."""
+    run_process(_serve)
+
+
+def _serve(process: RankProcess) -> None:
+    if os.environ.get(TRACES_VARIABLE):
+        faulthandler.register(signal.SIGUSR1)
+    setup: DeviceSetup = read_message(process.connection.recv_bytes(), process.memory)
+    device = setup.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    shard = setup.shard.to(device)
+    process.connection.send_bytes(b"")
+    collectives: Collectives
+    if device.type == "cuda":
+        from ragcache.models.parallel.device_collectives import DeviceCollectives
+
+        collectives = DeviceCollectives(process.folder, process.rank, process.ranks, device)
+    else:
+        collectives = GlooCollectives(process.folder, process.rank, process.ranks, process.signs)
+    attach(shard, collectives)
+    model = DeviceRankLM(shard, setup.sizes, setup.key_heads, collectives)
+    regions = FollowerRegions(device)
+    ring = RingReader(setup.ring.numpy(), process.signs, process.rank, process.connection)
+    follower = DeviceFollower(model, regions, process.memory, process.signs, process.rank)
+    with frozen_heap():
+        follow_device(follower, process, ring)
+
+
+@torch.inference_mode()
+def follow_device(follower: DeviceFollower, process: RankProcess, ring: RingReader) -> None:
+    """Carry out messages until the leader closes the connection."""
+    waiting, rank, stream = process.signs.waiting, process.rank, follower.stream
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        while True:
+            content = ring.read()
+            waiting[rank] = time.monotonic()
+            read_message(content, process.memory, follower.regions).run(follower)
+            ring.done()
+            waiting[rank] = 0.0

@@ -1,0 +1,283 @@
+"""Runners of several devices: the leader plans and sends tables, followers execute them.
+
+A step is laid out in tables, which hold no addresses but of states. The leader sends the content of
+its uploads; a follower puts its own addresses in place of the leader's, and launches the same work.
+Graphs are captured at the same steps on every rank, since all ranks count alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragcache.attention.triton.launch import StepKind
+from ragcache.attention.triton.plan import TableOverflow
+from ragcache.attention.triton.tables import TableContent
+from ragcache.engine.device_runner import DeviceLaunch, DeviceModelRunner
+from ragcache.machine import new_stream
+from ragcache.models.parallel.collectives import SignsOfLife
+from ragcache.models.parallel.device_copies import FollowedCopies
+from ragcache.models.parallel.device_memory import FollowerRegions
+from ragcache.models.parallel.device_model import DeviceParallelLM, DeviceRankLM, finalize
+from ragcache.models.parallel.memory import MappedMemory
+from ragcache.states import Arrival
+
+
+class RankRunner(DeviceModelRunner):
+    """The runner of any rank."""
+
+    model: DeviceRankLM
+
+    def _prepare(self) -> None:
+        with self.model.alone():  # ranks take their own time to compile
+            super()._prepare()
+
+
+@dataclass(frozen=True, slots=True)
+class NewRunner:
+    """Message: the leader has a runner."""
+
+    number: int
+    prefill_tokens: int
+    graphs: bool
+
+    def run(self, follower: DeviceFollower) -> None:
+        follower.runners[self.number] = FollowingRunner(
+            follower, prefill_tokens=self.prefill_tokens, graphs=self.graphs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EndRunner:
+    """Message: a runner of the leader has ended."""
+
+    number: int
+
+    def run(self, follower: DeviceFollower) -> None:
+        del follower.runners[self.number]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Message: the leader merges projections and compiles layers."""
+
+    number: int
+
+    def run(self, follower: DeviceFollower) -> None:
+        follower.runners[self.number]._prepare()
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Message: the leader captures all graphs of a runner."""
+
+    number: int
+
+    def run(self, follower: DeviceFollower) -> None:
+        follower.runners[self.number].warm_up()
+
+
+@dataclass(frozen=True, slots=True)
+class GrowTables:
+    """Message: the leader doubles the tables of eager steps."""
+
+    number: int
+
+    def run(self, follower: DeviceFollower) -> None:
+        follower.runners[self.number]._grow_tables(TableOverflow("as the leader's"))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEightBits:
+    """Message: the leader reads its first int8 states."""
+
+    number: int
+
+    def run(self, follower: DeviceFollower) -> None:
+        follower.runners[self.number]._read_eight_bits()
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedStep:
+    """Message: a step that the leader launches."""
+
+    number: int
+    eager: bool
+    """Whether the step is laid out in the tables of eager steps."""
+    kind: StepKind
+    rows: int
+    logits: int
+    bucket: int | None
+    """Rows of the step's graphs."""
+    follows: int
+    """Number of first rows whose tokens only the leader's device knows."""
+    layers: int | None
+    """Number of first layers, if only these are computed."""
+    waits: tuple[int, ...]
+    """Batches of uploads that the step reads and has to wait for."""
+    others: tuple[int, ...]
+    """Batches that have not arrived, and that the step does not read."""
+    content: TableContent
+
+    def run(self, follower: DeviceFollower) -> None:
+        arrivals = follower.copies.arrivals(self.waits, self.others)
+        follower.runners[self.number].follow(self, follower.regions, arrivals)
+
+
+class LeadingRunner(RankRunner):
+    """The leader's runner: `DeviceModelRunner`, each of whose launches is a message, too."""
+
+    model: DeviceParallelLM
+
+    def __init__(
+        self, model: DeviceParallelLM, *, prefill_tokens: int = 8192, graphs: bool = True
+    ) -> None:
+        super().__init__(model, prefill_tokens=prefill_tokens, graphs=graphs)
+        self._channel = model.channel
+        self._number = self._channel.number()
+        self._channel.send(NewRunner(self._number, prefill_tokens, graphs))
+        finalize(self, self._channel, EndRunner(self._number))
+
+    def warm_up(self) -> None:
+        with self._leading():
+            self._channel.send(WarmUp(self._number))
+            super().warm_up()
+
+    def _prepare(self) -> None:
+        if not self._prepared:
+            with self._leading():
+                self._channel.send(Prepare(self._number))
+                super()._prepare()
+
+    def _run(self, launch: DeviceLaunch, previous: Tensor | None) -> Tensor:
+        with self._leading():
+            return super()._run(launch, previous)
+
+    def _launch_first_layers(self, launch: DeviceLaunch, layers: int | None) -> Tensor:
+        with self._leading():
+            return super()._launch_first_layers(launch, layers)
+
+    def _upload(self, launch: DeviceLaunch, previous: Tensor | None) -> None:
+        launch.tables.upload(partial(self._send_step, launch, previous))
+
+    def _send_step(
+        self, launch: DeviceLaunch, previous: Tensor | None, content: TableContent
+    ) -> None:
+        batch, bucket = launch.batch, launch.bucket
+        waits, others = self.model.copies.waits(launch.arrivals)
+        self._channel.send(
+            FollowedStep(
+                self._number,
+                launch.tables is self._eager_tables,
+                batch.kind,
+                batch.rows,
+                batch.logits,
+                None if bucket is None else bucket.rows,
+                0 if previous is None else len(launch.follows),
+                launch.chunks[0].layers if launch.chunks else None,
+                waits,
+                others,
+                content,
+            )
+        )
+
+    def _take_tokens(self, launch: DeviceLaunch, previous: Tensor) -> None:
+        super()._take_tokens(launch, previous)
+        if count := len(launch.follows):
+            self.model.collectives.broadcast(launch.tables.views.token_ids[:count])
+
+    def _grow_tables(self, overflow: TableOverflow) -> None:
+        with self._leading():
+            self._channel.send(GrowTables(self._number))
+            super()._grow_tables(overflow)
+
+    def _read_eight_bits(self) -> None:
+        with self._leading():
+            self._channel.send(ReadEightBits(self._number))
+            super()._read_eight_bits()
+
+    @contextmanager
+    def _leading(self) -> Iterator[None]:
+        """Send messages in the order in which this thread launches work. An error within ends all
+        ranks, which are in step no more."""
+        with self._channel.launching():
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class _FollowedBatch:
+    """The sizes of a step that another rank has planned."""
+
+    kind: StepKind
+    rows: int
+    logits: int
+
+
+class FollowingRunner(RankRunner):
+    """A follower's runner, without requests and plans."""
+
+    def __init__(self, follower: DeviceFollower, *, prefill_tokens: int, graphs: bool) -> None:
+        super().__init__(follower.model, prefill_tokens=prefill_tokens, graphs=graphs)
+        self.stream = follower.stream
+        self._received: tuple[TableContent, FollowerRegions] | None = None
+
+    def follow(
+        self, step: FollowedStep, regions: FollowerRegions, arrivals: Sequence[Arrival]
+    ) -> None:
+        """Launch a step of the leader."""
+        tables = self._eager_tables if step.eager else self._tables
+        batch: Any = _FollowedBatch(step.kind, step.rows, step.logits)
+        buckets = self._buckets[step.kind]
+        bucket = next((each for each in buckets if each.rows == step.bucket), None)
+        follows = np.arange(step.follows)
+        launch = DeviceLaunch((), batch, tables, arrivals, bucket, follows, 0)
+        self._received = step.content, regions
+        if step.layers is not None:
+            self._launch_first_layers(launch, step.layers)
+        else:
+            self._run(launch, tables.views.token_ids if step.follows else None)
+
+    def _upload(self, launch: DeviceLaunch, previous: Tensor | None) -> None:  # noqa: ARG002
+        assert self._received is not None
+        content, regions = self._received
+        launch.tables.receive(content, regions.move)
+        self._received = None
+
+    def _take_tokens(self, launch: DeviceLaunch, previous: Tensor) -> None:
+        count = len(launch.follows)
+        self.model.collectives.broadcast(previous[:count])
+
+
+class DeviceFollower:
+    """A follower's part of the model, its regions, and a runner for each runner of the leader.
+
+    Attributes:
+        model: The part of the model.
+        regions: Device memory.
+        stream: The stream of all steps. None on a CPU.
+        copies: Copies of states between tiers.
+        runners: Runners by number.
+    """
+
+    def __init__(
+        self,
+        model: DeviceRankLM,
+        regions: FollowerRegions,
+        memory: MappedMemory,
+        signs: SignsOfLife,
+        rank: int,
+    ) -> None:
+        self.model, self.regions = model, regions
+        self.stream: torch.cuda.Stream | None = None
+        self.runners: dict[int, FollowingRunner] = {}
+        if model.device.type == "cuda":
+            self.stream = new_stream(model.device)
+            self.stream.wait_stream(torch.cuda.current_stream(model.device))
+        self.copies = FollowedCopies(model, self.stream, memory, signs, rank)

@@ -1,0 +1,169 @@
+"""Collectives of ranks on GPUs of one host: our sums over symmetric memory, and NCCL above them."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+logger = logging.getLogger(__name__)
+
+_WORLD = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg")
+"""Tables of groups in `torch.distributed`."""
+CONNECTING = timedelta(seconds=120)
+_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""NCCL's own watch would end the leader's process, which has callers. The leader's watch ends
+ranks."""
+ONE_SHOT_VARIABLE = "RAGCACHE_ONE_SHOT"
+"""Environment variable: `0` leaves all sums to NCCL."""
+
+
+class DeviceCollectives:
+    """Collectives of processes with one GPU each (`Collectives`).
+
+    Sums and gathers are queued on the current stream. Nothing waits for the host.
+
+    Args:
+        folder: An empty folder that all ranks reach, for their addresses.
+        rank: Number of this process.
+        ranks: Number of processes.
+        device: The GPU of this process, among all visible ones.
+        sum_bytes: Bytes of the largest sum that is not left to NCCL. Defaults to
+            `one_shot.ONE_SHOT_BYTES`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        sum_bytes: int | None = None,
+    ) -> None:
+        distributed: Any = import_module("torch.distributed")  # whose stubs lack what is used here
+        self.rank, self.ranks, self.device, self.alone = rank, ranks, device, False
+        torch.cuda.set_device(device)
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        # groups are named by number, and memory of a name cannot be connected twice in a process
+        distributed.distributed_c10d._world.group_count = crc32(folder.name.encode())
+        distributed.init_process_group(
+            "nccl",
+            store=distributed.FileStore(str(folder / "devices"), ranks),
+            rank=rank,
+            world_size=ranks,
+            timeout=CONNECTING,
+            device_id=device,
+        )
+        self._distributed = distributed
+        self._open = True
+        self._group: Any = distributed.group.WORLD
+        self._shared = self._connect(sum_bytes)
+        self._warm_up()
+
+    @property
+    def way(self) -> str:
+        """How small sums are made: `one-shot` or `nccl`."""
+        return "nccl" if self._shared is None else "one-shot"
+
+    def begin_pass(self) -> None:
+        """See `Collectives.begin_pass`. The device's work is watched by messages."""
+
+    def sum_parts(self, part: Tensor) -> Tensor:
+        """See `Collectives.sum_parts`."""
+        if self.alone:
+            return part
+        if self._shared is not None and self._shared.holds(part):
+            total: Tensor = self._shared.sum_parts(part.contiguous())
+            return total
+        self._distributed.all_reduce(part)
+        return part
+
+    def sum_products(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """See `Collectives.sum_products`. The product writes its part where the others read it."""
+        width, rows = weight.shape[0], hidden.shape[:-1].numel()
+        shared = self._shared
+        if self.alone or shared is None or not shared.has_room(rows * width * hidden.itemsize):
+            return self.sum_parts(functional.linear(hidden, weight))
+        flat = hidden.reshape(rows, -1)
+        room = shared.room((rows, width), hidden.dtype)
+        torch.mm(flat, weight.t(), out=room)
+        total: Tensor = shared.sum_parts(room, copy=False)
+        return total.view(*hidden.shape[:-1], width)
+
+    def gather_columns(self, part: Tensor, width: int) -> Tensor:
+        """See `Collectives.gather_columns`. Every rank gets all columns."""
+        if self.alone or not len(part):
+            return part.new_empty(len(part), width)
+        most = -(-width // self.ranks)
+        if part.shape[1] < most:
+            part = functional.pad(part, (0, most - part.shape[1]))
+        part = part.contiguous()
+        if self._shared is not None and self._shared.gathers(part):
+            whole: Tensor = self._shared.gather_columns(part)
+        else:
+            parts = part.new_empty(self.ranks * len(part), most)
+            self._distributed.all_gather_into_tensor(parts, part)
+            whole = parts.view(self.ranks, len(part), most).transpose(0, 1).flatten(1)
+        return whole if whole.shape[1] == width else whole[:, :width].contiguous()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """See `Collectives.broadcast`."""
+        if self._shared is not None and self._shared.passes(tensor):
+            self._shared.broadcast(tensor)
+        else:
+            self._distributed.broadcast(tensor, 0)
+
+    def wait_for_all(self) -> None:
+        """See `Collectives.wait_for_all`."""
+        self._distributed.barrier()
+
+    def release(self) -> None:
+        """Let all sums that wait for other ranks end, with any result."""
+        if self._shared is not None:
+            self._shared.release()
+        else:  # in a thread of its own, since it may wait for a rank that has ended
+            threading.Thread(target=self._group.abort, daemon=True).start()
+
+    def close(self) -> None:
+        """Make room for another default group, and keep this one until the process ends: NCCL's end
+        may wait for the other ranks for ever."""
+        opened, self._open = self._open, False
+        if not opened or not self._distributed.is_initialized():
+            return
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        c10d = self._distributed.distributed_c10d
+        world = c10d._world
+        c10d._update_default_pg(None)
+        for name in _WORLD:
+            getattr(world, name).clear()
+        c10d._unregister_all_process_groups()
+
+    def _connect(self, sum_bytes: int | None) -> Any:
+        """Our own sums, unless a GPU cannot reach the memory of another."""
+        if os.environ.get(ONE_SHOT_VARIABLE) == "0" or not self._peers():
+            return None
+        from ragcache.models.parallel.one_shot import ONE_SHOT_BYTES, OneShot
+
+        nbytes = sum_bytes or ONE_SHOT_BYTES
+        return OneShot(self._group, self.rank, self.ranks, self.device, nbytes)
+
+    def _peers(self) -> bool:
+        first = self.device.index - self.rank
+        others = [first + each for each in range(self.ranks) if each != self.rank]
+        return all(torch.cuda.can_device_access_peer(self.device, each) for each in others)
+
+    def _warm_up(self) -> None:
+        """Connect NCCL, which does it at the first sum."""
+        self._distributed.all_reduce(torch.zeros(16, device=self.device))
+        torch.cuda.synchronize(self.device)

@@ -1,0 +1,91 @@
+"""Messages in a ring: their order, long ones, sleepers, and a reader that is gone."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+
+from ragcache.errors import EngineFailed
+from ragcache.models.parallel.collectives import SignsOfLife
+from ragcache.models.parallel.memory import SharedArena
+from ragcache.models.parallel.ring import RING_BYTES, SLOT_BYTES, SLOTS, RingReader, RingWriter
+
+
+class Ends:
+    """The ends of a ring with one reader."""
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        ours, theirs = socket.socketpair()
+        self.connection, self.other = Connection(ours.detach()), Connection(theirs.detach())
+        arena = SharedArena.create()
+        signs, memory = SignsOfLife(arena, 2), arena.allocate(RING_BYTES)
+        self.writer = RingWriter(
+            memory, signs, lambda _, content: self.connection.send_bytes(content), check
+        )
+        self.reader = RingReader(memory, signs, 1, self.other)
+
+    def take(self) -> bytes:
+        message = self.reader.read()
+        self.reader.done()
+        return message
+
+
+def test_messages_come_in_their_order() -> None:
+    ends, found = Ends(), list[bytes]()
+    rng = np.random.default_rng(1)
+    sizes = rng.integers(1, 5000, 300).tolist()
+    sizes[::50] = [SLOT_BYTES + 1] * len(sizes[::50])
+    sent = [rng.bytes(size) for size in sizes]
+    reader = threading.Thread(target=lambda: found.extend(ends.take() for _ in sent))
+    reader.start()
+    for number, message in enumerate(sent):
+        ends.writer.write(message)
+        if number % 60 == 0:
+            time.sleep(0.045)  # the reader falls asleep
+    reader.join(20)
+    assert found == sent
+
+
+def test_a_writer_waits_for_a_slot() -> None:
+    ends, written = Ends(), threading.Event()
+    for number in range(SLOTS):
+        ends.writer.write(b"%d" % number)
+
+    def write() -> None:
+        ends.writer.write(b"last")
+        written.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert not written.wait(0.05)
+    assert [ends.take() for _ in range(SLOTS + 1)] == [*(b"%d" % n for n in range(SLOTS)), b"last"]
+    assert written.wait(5)
+    thread.join()
+
+
+def test_a_writer_does_not_wait_for_a_dead_reader() -> None:
+    calls = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) > SLOTS + 3:
+            raise EngineFailed("rank 1 of 2 ended")
+
+    ends = Ends(check)
+    for _ in range(SLOTS):
+        ends.writer.write(b"x")
+    with pytest.raises(EngineFailed, match="rank 1 of 2 ended"):
+        ends.writer.write(b"x")
+
+
+def test_a_reader_sees_the_end_of_the_connection() -> None:
+    ends = Ends()
+    ends.connection.close()
+    with pytest.raises(EOFError):
+        ends.take()
