@@ -43,7 +43,7 @@ class AskOptions:
     def given(self) -> dict[str, Any]: ...
     k: int = DEFAULT_K
     mmr: float | None = None
-    mode: str | ReuseMode = ROOTED
+    mode: str | ReuseMode | None = None
     @classmethod
     def part_of(cls, wider: BaseModel) -> Self: ...
     relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD
@@ -92,7 +92,7 @@ class ChatOptions:
     keep: Mapping[str, float] = {}
     keeper: InstanceOf[Keeper] = Keeper()
     mmr: float | None = None
-    mode: str | ReuseMode = ROOTED
+    mode: str | ReuseMode | None = None
     @classmethod
     def part_of(cls, wider: BaseModel) -> Self: ...
     recognize: bool = True
@@ -144,7 +144,7 @@ class ChatRagCache:
     min_p: float = 0.0
     min_tokens: int = 0
     mmr: float | None = None
-    mode: str | ReuseMode = ROOTED
+    mode: str | ReuseMode | None = None
     model: Any = Field(default=None, alias='model_name')
     model_name: str
     n: int = 1
@@ -216,6 +216,7 @@ class DocumentError:
 class Documents:
     def __init__(self, _namespace: Namespace) -> None: ...
     def get(self, collection: str, ids: Sequence[str] | None = None) -> list[DocumentRow]: ...
+    def has_original(self, row: DocumentRow) -> bool: ...
     def original(self, collection: str, document_id: str) -> IO[bytes]: ...
     def page(self, collection: str, cursor: str | None = None, limit: int = 100) -> Page[DocumentRow]: ...
     def pages(self, collection: str, document_id: str) -> dict[int, int]: ...
@@ -427,10 +428,11 @@ class Module:
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
     name: str
 class Modules:
-    def __init__(self, catalog: Catalog, store: KVStore, encoder: ModuleEncoder, tokens: ModuleTokens, observed: ObservedModules, conversations: Conversations) -> None: ...
+    def __init__(self, catalog: Catalog, store: KVStore, encoder: ModuleEncoder, tokens: ModuleTokens, observed: ObservedModules, conversations: Conversations, default_mode: ReuseMode) -> None: ...
     def all(self, collection: str | None = None) -> list[ModuleListing]: ...
     catalog: Catalog
     conversations: Conversations
+    default_mode: ReuseMode
     encoder: ModuleEncoder
     def evict(self, collection: str, documents: Sequence[str] | None = None, *, tier: str | None = None, dry_run: bool = False, names: Sequence[str] | None = None) -> list[StateChange]: ...
     def evictions(self, cursor: str | None = None, limit: int = 100) -> Page[EvictionRow]: ...
@@ -445,7 +447,7 @@ class Modules:
     store: KVStore
     tokens: ModuleTokens
     def unpin(self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False, names: Sequence[str] | None = None) -> list[StateChange]: ...
-    def warm(self, collection: str, documents: Sequence[str] | None = None, *, mode: str | ReuseMode = ROOTED, dry_run: bool = False, names: Sequence[str] | None = None) -> list[StateChange]: ...
+    def warm(self, collection: str, documents: Sequence[str] | None = None, *, mode: str | ReuseMode | None = None, dry_run: bool = False, names: Sequence[str] | None = None) -> list[StateChange]: ...
 class NamespaceDeleted:
     ...
 class Namespaces:
@@ -467,6 +469,7 @@ class OpenConfig:
     conversation_bytes: Size | None = None
     conversation_seconds: float | None = None
     conversation_storage: ConversationStorage = 'memory'
+    default_mode: ReuseMode | None = None
     device: str = 'cpu'
     device_bytes: Size | None = None
     device_kv_dtype: KVDType = 'model'
@@ -494,10 +497,11 @@ class OpenConfig:
     observed_bytes: Size | None = None
     observed_storage: ObservedStorage = 'memory'
     ocr: Any = None
+    originals_bytes: Size = '4GiB'
     @classmethod
     def part_of(cls, wider: BaseModel) -> Self: ...
     private_bytes: Size | None = None
-    quantization: Literal['auto', 'int8', 'int4'] | None = None
+    quantization: Literal['auto', 'int8', 'int4', 'fp8'] | None = None
     queue: int = 1024
     recognize_recurring: bool = True
     remote: str | None = None
@@ -654,7 +658,7 @@ class RagCache:
     def tiers(self) -> list[TierStatus]: ...
     def within(self, namespace: str) -> RagCache: ...
 class RagCacheChatGenerator:
-    def __init__(self, state: str | None = None, model: str | None = None, collection: str | None = None, mode: str = str(ROOTED), generation_kwargs: dict[str, Any] | None = None, streaming_callback: StreamingCallbackT | None = None, open_options: dict[str, Any] | None = None, *, rag: Any = None) -> None: ...
+    def __init__(self, state: str | None = None, model: str | None = None, collection: str | None = None, mode: str | None = None, generation_kwargs: dict[str, Any] | None = None, streaming_callback: StreamingCallbackT | None = None, open_options: dict[str, Any] | None = None, *, rag: Any = None) -> None: ...
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RagCacheChatGenerator: ...
     generation_kwargs: object
@@ -696,7 +700,7 @@ class RagCacheLLM:
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse: ...
     generation: dict[str, Any] = Field(default_factory=dict)
     metadata: LLMMetadata
-    mode: str = str(ROOTED)
+    mode: str | None = None
     model: Any = Field(default=None, exclude=True)
     open_options: dict[str, Any] = Field(default_factory=dict)
     def open_rag(self) -> RagCache: ...
