@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
-from ragcache.answers.confidence import reader_calibration
+from ragcache.answers.confidence import most_modules
 from ragcache.db import Catalog
 from ragcache.errors import EmptyQuestion
 from ragcache.models import LoadedModel, PromptFrame
@@ -234,10 +234,7 @@ _COURTEOUS = "courteous"
 
 def readable(selection: Selection, model: LoadedModel) -> Selection:
     """Return a search result without the modules that are too many for the embedded reader."""
-    calibration = reader_calibration() if model.extractive else None
-    if calibration is None or calibration.most_modules is None:
-        return selection
-    return replace(selection, hits=selection.hits[: calibration.most_modules])
+    return replace(selection, hits=selection.hits[: most_modules(model)])
 
 
 def is_small_talk(message: str) -> bool:

@@ -15,6 +15,7 @@ from itertools import chain
 from statistics import fmean
 from typing import NamedTuple
 
+from ragcache.answers.confidence import most_modules
 from ragcache.engine import (
     Choice,
     Context,
@@ -72,11 +73,14 @@ def measure_sizes(
             sizes before it, is left out.
 
     Returns:
-        The results of each mode by size, without sizes that were left out or exceed the window.
+        The results of each mode by size, without sizes that were left out, exceed the window, or
+        have more modules than the model reads.
     """
     found: dict[ReuseMode, list[SizeResult]] = {mode: [] for mode in modes}
-    begin, done = time.perf_counter(), 0
+    begin, done, most = time.perf_counter(), 0, most_modules(model)
     for documents, tokens in SIZES:
+        if most is not None and documents > most:
+            continue
         cost = documents * tokens * ORDERS_OF[documents]
         spent = time.perf_counter() - begin
         if done and spent * (1 + cost / done) > seconds:

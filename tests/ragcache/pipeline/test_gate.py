@@ -24,7 +24,7 @@ from ragcache.engine import EngineConfig, LLMEngine, SampledToken
 from ragcache.errors import ConfigurationError, EngineFailed, LedgerUnavailable, ModeRefused
 from ragcache.models import LoadedModel, Rotary, wrap_causal
 from ragcache.modes import ISOLATED, ROOTED, ReuseMode
-from ragcache.pipeline import gate
+from ragcache.pipeline import gate, gate_sizes
 from ragcache.pipeline.gate import ModeGate, propose_mode
 from ragcache.pipeline.gate_measurement import (
     DOCUMENTS,
@@ -151,6 +151,15 @@ def test_prompts_of_several_sizes_are_compared_token_by_token(loud: LoadedModel)
         assert same.kl_divergence < 0.01 < other.kl_divergence
         assert same.equal_answers == 1
     assert first == found[rooted][0]
+
+
+def test_a_model_is_not_measured_over_more_modules_than_it_reads(
+    loud: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate_sizes, "most_modules", lambda _: 2)
+    with LLMEngine(loud.causal, EngineConfig(pool_bytes=2**23)) as engine:
+        [found] = measure_sizes(loud, engine, [ROOTED], math.inf).values()
+    assert [(each.documents, each.module_tokens) for each in found] == [(2, 100)]
 
 
 def test_sizes_are_measured_once(

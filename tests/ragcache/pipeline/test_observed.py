@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -182,8 +183,10 @@ def test_texts_wait_together_under_constant_load(
 ) -> None:
     slept = []
     clock = iter(range(10**6))
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock) * 1e-3)
-    monkeypatch.setattr(module.time, "sleep", slept.append)
+    time_of_module = SimpleNamespace(
+        monotonic=lambda: next(clock) * 1e-3, sleep=slept.append, time=time.time
+    )
+    monkeypatch.setattr(module, "time", time_of_module)
     monkeypatch.setattr(rag.modules.observed, "_is_idle", lambda: False)
     for seeds in ([1, 2, 3, 4], [5, 4, 3, 2, 1]):
         rag.modules.observed.find(chat(seeds, "Who?")[0]["content"], [], ROOTED)
