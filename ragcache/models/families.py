@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import Cache
 
 from ragcache.attention import backend_for
 from ragcache.errors import UnsupportedModel
@@ -288,6 +289,8 @@ def _bloom_scheme(model: Any) -> PositionScheme:
 
 def check_hybrid(config: Any, served: Collection[str] = ()) -> None:
     """`check_properties` of a family with recurrent layers beside attention."""
+    if not hasattr(Cache, "get_conv_state"):
+        _refuse(config, "has recurrent layers, which need transformers 5.21 or later")
     check_properties(config, served, RECURRENT_NAMES | WITHOUT_STATES)
     if not LayerKinds.of(config).keys:
         _refuse(config, _NO_ATTENTION)

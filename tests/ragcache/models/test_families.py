@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig
 from ragcache.engine import EncodeJob, Request, assemble_context, encode
 from ragcache.engine.engine import complete
 from ragcache.errors import UnsupportedModel
-from ragcache.models import Dimensions, Family, wrap, wrap_causal
+from ragcache.models import Dimensions, Family, families, wrap, wrap_causal
 from ragcache.models.families import FAMILIES, family_of, layer_windows, sliding_window
 from ragcache.models.hf_patch import IMPLEMENTATION
 from ragcache.models.positions import Absolute
@@ -145,4 +145,11 @@ def test_what_is_not_served_is_named(model_type: str, changes: dict[str, Any], r
     sizes = {"num_hidden_layers": 2} if "layer_types" in changes else {}
     config = AutoConfig.for_model(model_type, **sizes, **changes)
     with pytest.raises(UnsupportedModel, match=reason):
+        family_of(config).check(config)
+
+
+def test_hybrids_need_the_cache_of_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "Cache", object)  # transformers before 5.21
+    config = AutoConfig.for_model("bamba", num_hidden_layers=2)
+    with pytest.raises(UnsupportedModel, match=r"recurrent layers, which need transformers 5\.21"):
         family_of(config).check(config)
