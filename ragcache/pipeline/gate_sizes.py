@@ -2,7 +2,8 @@
 
 The gate's own prompts are short, so that a mode is measured before its first answer. The prompts
 here have as many and as long modules as prompts of users have, and every token of `exact`'s answer
-is compared. They tell which mode to choose and take long on a CPU: `ragcache doctor` measures them.
+is compared. They tell which mode to choose and take long on a CPU: `ragcache doctor
+--compare-modes` measures them.
 """
 
 from __future__ import annotations

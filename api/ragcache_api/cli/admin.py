@@ -319,11 +319,18 @@ def _print_verification(report: VerifyReport, repair: bool) -> None:
 @expand_options
 def doctor(
     options: Annotated[ServiceOptions, Offer(("model", "dtype", "state"))],
+    compare_modes: Annotated[
+        bool,
+        typer.Option(
+            help="Compare modes over prompts of several sizes, too, which takes minutes on a CPU."
+        ),
+    ] = False,
     as_json: ui.JsonOption = False,
 ) -> None:
     """Check the installation, the model with its dtypes, and the state folder.
 
-    Failed checks come first, then what the answers depend on most.
+    Failed checks come first, then what the answers depend on most. The state folder keeps what was
+    measured.
     """
     settings = ui.read_settings(options)
 
@@ -344,7 +351,7 @@ def doctor(
         "embedded reader" if settings.model is None else "model": lambda: _check_model(loaded()),
         "state folder": lambda: _check_state(settings),
         "retrieval": lambda: _check_retrieval(settings.embedding),
-        "modes": lambda: _check_modes(loaded(), settings),
+        "modes": lambda: _check_modes(loaded(), settings, sizes=compare_modes),
         "dtype": lambda: _check_dtype(loaded()),
         "machine": _check_machine,
         "attention backend": _check_backend,
@@ -424,8 +431,13 @@ def _check_dtype(model: LoadedModel) -> str:
     return f"{model.dtypes.reason}; states are kept in {dtype_name(model.dtypes.states)}"
 
 
-def _check_modes(model: LoadedModel, settings: ServiceSettings) -> str:
+def _check_modes(model: LoadedModel, settings: ServiceSettings, *, sizes: bool) -> str:
     """Return the verdicts of the gate on the modes, from the ledger or measured now.
+
+    Args:
+        model: The model.
+        settings: Settings of the folder.
+        sizes: Whether to measure over prompts of several sizes.
 
     Raises:
         ModeRefused: The default mode is refused.
@@ -450,7 +462,7 @@ def _check_modes(model: LoadedModel, settings: ServiceSettings) -> str:
         engine = stack.enter_context(LLMEngine(model.causal))
         gate = ModeGate(model, engine, ledger, compose=settings.compose)
         results = [each for each in gate.measure() if each is not None]
-        sized = {each.mode: each for each in gate.measure_sizes()}
+        sized = {each.mode: each for each in (gate.measure_sizes() if sizes else gate.results())}
         results = [sized.get(each.mode, each) for each in results]
     if not results:
         return f"not measured: a window of {model.causal.window} tokens is too small"

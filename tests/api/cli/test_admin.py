@@ -273,8 +273,8 @@ def test_doctor_tells_how_far_modes_are_from_exact(
 
     monkeypatch.setattr(gate, "measure_modes", measure)
     monkeypatch.setattr(gate, "measure_sizes", sized)
-    for _ in range(2):
-        found, out, _ = run("doctor", "--json")
+    for option in ("--compare-modes", "--no-compare-modes"):
+        found, out, _ = run("doctor", option, "--json")
         assert found == status
         check = json.loads(out)["modes"]
         assert check["ok"] == (status == 0)
@@ -297,7 +297,6 @@ def test_doctor_tells_how_recurring_texts_are_read(
         return [GateResult(mode, 24, n, 0.75, 2.0, 6.0, 1.0, 0.75) for mode, n in far.items()]
 
     monkeypatch.setattr(gate, "measure_modes", measure)
-    monkeypatch.setattr(gate, "measure_sizes", sized)
     detail = json.loads(run("doctor", "--json")[1])["modes"]["detail"]
     assert detail.endswith(f"texts that recur in chats are {read}")
 
@@ -311,7 +310,7 @@ def test_doctor_keeps_its_measurements_in_the_set_ledger(
     result = GateResult("rooted", 24, 0.05, 0.75, 2.0, 6.0, 1.0, 0.75)
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [result])
     monkeypatch.setattr(gate, "measure_sizes", sized)
-    assert json_of(run("doctor", "--json"))["modes"]["ok"]
+    assert json_of(run("doctor", "--compare-modes", "--json"))["modes"]["ok"]
     with closing(Database.open(url)) as database:
         assert len(Ledger(database).facts("gate/")) == 1
         assert len(Ledger(database).facts("sizes/gate/")) == 1
