@@ -329,8 +329,8 @@ def doctor(
 ) -> None:
     """Check the installation, the model with its dtypes, and the state folder.
 
-    Failed checks come first, then what the answers depend on most. The state folder keeps what was
-    measured.
+    Failed checks come first, then what the answers depend on most. The state folder keeps the
+    measurements.
     """
     settings = ui.read_settings(options)
 
