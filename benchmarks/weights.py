@@ -24,11 +24,11 @@ from harness import JsonFile, Progress, describe_machine, plain_table, print_fig
 from ragcache import RagCache
 from ragcache.evaluation import evaluate_modes, load_dataset
 from ragcache.models import load_model
-from ragcache.models.dtype import QUANTIZATIONS
+from ragcache.models.dtype import INT4, INT8
 from ragcache.models.reader import READER
 from ragcache_api.cli.console import example_handbook
 
-KINDS = (None, *QUANTIZATIONS)
+KINDS = (None, INT8, INT4)
 
 
 @dataclass(frozen=True, slots=True)

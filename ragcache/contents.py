@@ -394,10 +394,13 @@ class Documents:
             return open_original(row.uri, row.original) if kept is None else BytesIO(kept)
         raise OriginalMissing(f"the collection {collection!r} holds no document {document_id!r}")
 
-    def has_original(self, row: DocumentRow) -> bool:
+    def has_original(self, collection: str, document_id: str) -> bool:
         """Whether the file that a document was read from is kept, or was one of this machine."""
-        ingested = row.uri.startswith("file:")
-        return bool(row.original) and (ingested or self._namespace.catalog.has_original(row.id))
+        catalog = self._namespace.catalog
+        return any(
+            bool(row.original) and (row.uri.startswith("file:") or catalog.has_original(row.id))
+            for row in self.get(collection, [document_id])
+        )
 
     def page(
         self, collection: str, cursor: str | None = None, limit: int = 100

@@ -217,12 +217,6 @@ def reader_calibration(file: Path = READER / "calibration.json") -> Calibration 
     return Calibration.from_dict(json.loads(file.read_text(encoding="utf-8")))
 
 
-def most_modules(model: LoadedModel) -> int | None:
-    """Return the number of modules that a model reads at most, or None without a limit."""
-    calibration = reader_calibration() if model.extractive else None
-    return None if calibration is None else calibration.most_modules
-
-
 @dataclass(eq=False)
 class ModelCalibration:
     """The calibration of a model's free answers that was fitted to the built-in questions.

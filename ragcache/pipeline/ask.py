@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
-from ragcache.answers.confidence import most_modules
+from ragcache.answers.confidence import reader_calibration
 from ragcache.db import Catalog
 from ragcache.errors import EmptyQuestion
 from ragcache.models import LoadedModel, PromptFrame
@@ -235,6 +235,12 @@ _COURTEOUS = "courteous"
 def readable(selection: Selection, model: LoadedModel) -> Selection:
     """Return a search result without the modules that are too many for the embedded reader."""
     return replace(selection, hits=selection.hits[: most_modules(model)])
+
+
+def most_modules(model: LoadedModel) -> int | None:
+    """Return the number of modules that a model reads at most, or None without a limit."""
+    calibration = reader_calibration() if model.extractive else None
+    return None if calibration is None else calibration.most_modules
 
 
 def is_small_talk(message: str) -> bool:

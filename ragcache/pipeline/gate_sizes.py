@@ -16,7 +16,6 @@ from itertools import chain
 from statistics import fmean
 from typing import NamedTuple
 
-from ragcache.answers.confidence import most_modules
 from ragcache.engine import (
     Choice,
     Context,
@@ -30,6 +29,7 @@ from ragcache.engine import (
 from ragcache.errors import PromptTooLong
 from ragcache.models import LoadedModel
 from ragcache.modes import ReuseMode
+from ragcache.pipeline.ask import most_modules
 from ragcache.pipeline.gate_measurement import (
     PRIORITY,
     WAVE,

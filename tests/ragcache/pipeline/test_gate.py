@@ -150,7 +150,9 @@ def test_prompts_of_several_sizes_are_compared_token_by_token(loud: LoadedModel)
     for same, other in zip(found[computed], found[rooted], strict=True):
         assert same.kl_divergence < 0.01 < other.kl_divergence
         assert same.equal_answers == 1
-    assert first == found[rooted][0]
+    again = found[rooted][0]
+    assert first.kl_divergence == pytest.approx(again.kl_divergence, rel=1e-3)  # other batches
+    assert replace(first, kl_divergence=again.kl_divergence) == again
 
 
 def test_a_model_is_not_measured_over_more_modules_than_it_reads(
