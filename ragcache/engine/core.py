@@ -209,7 +209,8 @@ class EngineCore:
     def _pause_clock(self) -> None:
         """Count the time until the next step neither as the step's nor as idle time."""
         self._last_timestamp = self._accepted_at = None
-        self._launch_timer.forget_steps()
+        if self._ahead is not None:
+            self._launch_timer.forget_steps()
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request with `error` and free all memory."""

@@ -213,7 +213,8 @@ def get_document(
     """
     documents = context.rag.documents
     for row in documents.get(collection, [document]):
-        has_original = documents.has_original(collection, document) or _is_kept(context, document)
+        ingested = bool(row.original) and documents.has_original(collection, document)
+        has_original = ingested or _is_kept(context, document)
         told: dict[str, Any] = {"has_original": has_original}
         if text:
             told["text"] = documents.texts(collection, [document]).get(document)
