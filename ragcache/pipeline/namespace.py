@@ -28,7 +28,7 @@ from ragcache.db import (
 from ragcache.db.observed import ObservedTexts
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.engine.config import GPU_RESERVE
-from ragcache.errors import EngineClosed, StoreError
+from ragcache.errors import EngineClosed, LedgerUnavailable, StoreError
 from ragcache.machine import close_at_exit
 from ragcache.models import INSTRUCTION, LoadedModel, prompt_frame
 from ragcache.modes import ReuseMode
@@ -241,6 +241,7 @@ class SharedServices:
             if opened is not None:
                 opened.modules.conversations.end()
                 opened.modules.observed.end()
+                self.store.retire(opened.modules.encoder.root_keys())
             for follow in self.on_deletion:
                 follow(name)
             with self._lock:
@@ -272,6 +273,8 @@ class SharedServices:
         self.workers.join()
         self.deferred.release()
         self.keys.flush()
+        with suppress(LedgerUnavailable):  # a deletion since the last heartbeat
+            self._end_namespaces(NamespaceRows(self.database).find_deleted())
         self.store.close()
         self.database.close()
         if self.config.tensor_parallel > 1:  # the folder was opened with a whole model

@@ -356,6 +356,14 @@ class KVStore:
         """
         self.persistent.discard(keys)
 
+    def retire(self, keys: Iterable[KVKey]) -> None:
+        """Remove states of this process with the next sweep, unless they have an owner by then.
+
+        Preambles among the keys stay where other states follow them.
+        """
+        now = time.time()
+        self._retired.update((key, now) for key in keys)
+
     def pin(self, keys: Sequence[KVKey], pinned: bool = True) -> None:
         """Exempt states from eviction for pressure or time, in every tier and process."""
         self.ledger.pin(keys, pinned)
@@ -419,9 +427,9 @@ class KVStore:
     def _follow_retirements(self, now: float) -> None:
         """Forget states that other processes have retired, including states encoded here since."""
         self._retired.update((key, now) for key in self.ledger.retired())
-        for key in [k for k, at in self._retired.items() if at < now - _RETIRED_SECONDS]:
+        for key in [k for k, at in list(self._retired.items()) if at < now - _RETIRED_SECONDS]:
             del self._retired[key]
-        keys = [key for key in self._retired if self.memory.is_known(key)]
+        keys = [key for key in list(self._retired) if self.memory.is_known(key)]
         if keys:
             self._discard_unowned(keys)
             with self.ledger.database.reading() as session:  # without the states just discarded

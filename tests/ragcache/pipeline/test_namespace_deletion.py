@@ -270,6 +270,28 @@ def test_a_running_ingestion_stores_nothing(
         assert queued.id not in [each.id for each in lab.jobs.list().items]
 
 
+@pytest.mark.parametrize("closes", [False, True], ids=["goes on", "closes"])
+def test_an_ingestion_of_another_process_leaves_no_preamble(
+    closes: bool, tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deletion knows no row that names the preamble: none of its states is stored yet."""
+    with opened(tmp_path, model) as rag, ThreadPoolExecutor(1) as pool:
+        with opened(tmp_path, model) as other, held(monkeypatch) as (began, goes_on):
+            ingesting = pool.submit(other.within("lab").ingest, "notes", DOCUMENTS)
+            assert began.wait(60)
+            rag.namespaces.delete("lab")
+            goes_on.set()
+            with pytest.raises(JobCanceled, match="stored nothing"):
+                ingesting.result()
+            if not closes:
+                other.internals.shared.keep_up()
+                other.internals.shared.store.sweep()
+                assert blobs(tmp_path) == set()
+        with rag.internals.shared.database.reading() as session:
+            assert not session.scalars(select(StateTable.key)).all()
+        assert blobs(tmp_path) == set()
+
+
 def test_of_an_answer_that_runs_nothing_is_kept(tmp_path: Path, model: LoadedModel) -> None:
     with opened(tmp_path, model) as rag:
         lab = rag.within("lab")
