@@ -27,6 +27,7 @@ from ragcache.db import (
     collection_page,
     document_page,
 )
+from ragcache.db.originals import has_original, read_original
 from ragcache.documents.originals import open_original
 from ragcache.errors import OriginalMissing, StoreError, UnreadableDocument
 from ragcache.pipeline import Namespace, SharedServices, generated_schema, members
@@ -390,15 +391,16 @@ class Documents:
             ...     content = file.read()
         """
         for row in self.get(collection, [document_id]):
-            kept = self._namespace.catalog.original(row.id) if row.original else None
+            database = self._namespace.shared.database
+            kept = read_original(database, row.id) if row.original else None
             return open_original(row.uri, row.original) if kept is None else BytesIO(kept)
         raise OriginalMissing(f"the collection {collection!r} holds no document {document_id!r}")
 
     def has_original(self, collection: str, document_id: str) -> bool:
         """Whether the file that a document was read from is kept, or was one of this machine."""
-        catalog = self._namespace.catalog
+        database = self._namespace.shared.database
         return any(
-            bool(row.original) and (row.uri.startswith("file:") or catalog.has_original(row.id))
+            bool(row.original) and (row.uri.startswith("file:") or has_original(database, row.id))
             for row in self.get(collection, [document_id])
         )
 

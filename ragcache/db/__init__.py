@@ -1,7 +1,7 @@
 """The database, SQLite or PostgreSQL: documents, modules, jobs, API keys, the ledger."""
 
 from ragcache.db.api_keys import ApiKeyRow, ApiKeys
-from ragcache.db.catalog import Catalog, CollectionContents, CollectionVersion, Vectors
+from ragcache.db.catalog import Catalog, CollectionContents, CollectionVersion
 from ragcache.db.conversations import ConversationDeletion, ConversationStates
 from ragcache.db.database import Database
 from ragcache.db.documents import (
@@ -36,6 +36,7 @@ from ragcache.db.residency import LocatedStates, Residency
 from ragcache.db.schemas import Members, ScaffoldRows, SchemaText, SchemaTexts
 from ragcache.db.sessions import LedgerStatus, LivingSession, SessionWatch, ledger_status
 from ragcache.db.sql import Page
+from ragcache.db.vectors import Vectors
 
 __all__ = [
     "ApiKeyRow",

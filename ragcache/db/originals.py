@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from sqlalchemy import ColumnElement, delete, exists, func, insert, select
 from sqlalchemy.orm import Session
 
+from ragcache.db.database import Database
 from ragcache.db.sql import in_collection, insert_new
 from ragcache.db.tables import (
     CollectionTable,
@@ -75,3 +76,17 @@ def forget_originals(session: Session, ended: ColumnElement[bool]) -> None:
     """Delete the files of the jobs of a condition, which have ended."""
     jobs = select(JobTable.id).where(ended)
     session.execute(delete(JobOriginalTable).where(JobOriginalTable.job_id.in_(jobs)))
+
+
+def read_original(database: Database, document: int) -> bytes | None:
+    """Return the uploaded file that a document was read from, if it is kept."""
+    rows = select(OriginalTable.content).where(OriginalTable.document_id == document)
+    with database.reading() as session:
+        return session.scalar(rows)
+
+
+def has_original(database: Database, document: int) -> bool:
+    """Whether the uploaded file that a document was read from is kept."""
+    rows = select(OriginalTable.document_id).where(OriginalTable.document_id == document)
+    with database.reading() as session:
+        return session.scalar(rows) is not None

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ragcache.db import ScaffoldRows, Vectors
+from ragcache.db.originals import has_original, read_original
 from ragcache.errors import DocumentsChanged
 from ragcache.modes import AFTER_OTHER_TEXT, AFTER_PREAMBLE, WITHOUT_CONTEXT, Encoding
 from ragcache.pipeline.archive import (
@@ -206,7 +207,8 @@ class CollectionExporter:
             )
         for name in names:
             row = rows[name]
-            original = row.original if catalog.has_original(row.id) else ""
+            kept = row.original and has_original(self.namespace.shared.database, row.id)
+            original = row.original if kept else ""
             if original:
                 originals[original] = row.id
             yield ArchivedDocument(
@@ -240,7 +242,7 @@ class CollectionExporter:
         return None if states is None else blob_parts(key, states)
 
     def _original(self, document: int) -> Parts:
-        content = self.namespace.catalog.original(document)
+        content = read_original(self.namespace.shared.database, document)
         if content is None:
             raise self._changed()
         return [memoryview(content)]
