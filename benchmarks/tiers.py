@@ -37,7 +37,7 @@ from rich.table import Table
 from sqlalchemy import insert, select, text
 
 from ragcache.db import Catalog, Database, Ledger, NewDocument, NewModule
-from ragcache.db.ledger import StateMetadata, StateRow
+from ragcache.db.state_rows import StateMetadata, StateRow
 from ragcache.db.summaries import sum_up
 from ragcache.db.tables import StateTable
 from ragcache.engine import EncodeJob, Request, assemble_context, complete, encode

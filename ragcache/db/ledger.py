@@ -1,7 +1,7 @@
 """The ledger of states: the entries of each tier, with their sizes and uses.
 
-`StateRow` is a row as a plain value. Hot paths count uses, entries and evictions in a
-`UsageBuffer`, which is written in one transaction every second.
+Hot paths count uses, entries and evictions in a `UsageBuffer`, which is written in one transaction
+every second.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, and_, case, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
 from ragcache.db.sessions import KeyLocks, Sessions
-from ragcache.db.sql import CHUNK, chunks, insert_new, lock_rows, table_of, upsert
+from ragcache.db.sql import chunks, insert_new, lock_rows, upsert
+from ragcache.db.state_rows import COLUMNS, StateRow, state_row
 from ragcache.db.summaries import sum_up
 from ragcache.db.tables import (
-    Base,
     ClaimTable,
     ClockTable,
     EvictionTable,
@@ -34,6 +34,7 @@ from ragcache.db.tables import (
     RetirementTable,
     StateTable,
 )
+from ragcache.db.usage import UsageBuffer, write_usage
 from ragcache.errors import StoreError
 from ragcache.states import KVKey
 from ragcache.tiers import TIERS, persistent_tiers
@@ -41,12 +42,10 @@ from ragcache.tiers import TIERS, persistent_tiers
 logger = logging.getLogger(__name__)
 
 _COMMIT_SECONDS = 30.0  # maximum duration of a transaction
-EVICTIONS_KEPT = 1_000
-"""Evictions that the ledger remembers."""
 SUM_SECONDS = 10.0
 """Most seconds until a change of states shows in the order of a list of modules."""
 
-# Columns that recording states again updates, in persistent tiers and in memory tiers.
+# Columns that recording states again updates in persistent tiers.
 _RECORDED = (
     "nbytes",
     "kv_dtype",
@@ -56,58 +55,6 @@ _RECORDED = (
     "model",
     "expires_at",
 )
-_IN_MEMORY = ("nbytes", "pinned", "expires_at", "kv_dtype", "tokens")
-
-
-class StateMetadata(NamedTuple):
-    """Properties of states that are the same in every tier."""
-
-    tokens: int
-    """Length in tokens."""
-    mode: str = ""
-    """An encoding of modules, `root` (tokens before modules) or `schema`."""
-    root: KVKey | None = None
-    """Key of the preamble that the states depend on."""
-    model: str = ""
-    """Fingerprint of the model."""
-
-
-class StateRow(NamedTuple):
-    """States in one tier."""
-
-    key: KVKey
-    tier: str
-    nbytes: int
-    """Allocated bytes in the tier."""
-    hits: int
-    """Number of uses."""
-    last_use: int
-    """Tick of the logical clock."""
-    pinned: bool
-    expires_at: float
-    """Unix seconds. Infinite without a limit."""
-    kv_dtype: str
-    metadata: StateMetadata
-
-    def values(self, place: str) -> dict[str, Any]:
-        """Return the columns of `StateTable`."""
-        values = self._asdict() | self.metadata._asdict()
-        del values["metadata"]
-        until = None if math.isinf(self.expires_at) else self.expires_at
-        return values | {"place": place, "expires_at": until, "root": self.metadata.root or ""}
-
-
-COLUMNS = [getattr(StateTable, name) for name in (*StateRow._fields[:-1], *StateMetadata._fields)]
-"""Columns that `state_row` reads."""
-
-
-def state_row(row: Any) -> StateRow:
-    """Convert a result row of `COLUMNS`."""
-    key, tier, nbytes, hits, last_use, pinned, expires_at, kv_dtype, tokens, *rest = row
-    mode, root, model = rest
-    metadata = StateMetadata(tokens, mode, KVKey(root) if root else None, model)
-    until = math.inf if expires_at is None else expires_at
-    return StateRow(key, tier, nbytes, hits, last_use, pinned, until, kv_dtype, metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +383,7 @@ class Ledger:
                     advanced = update(ClockTable).values(tick=new).returning(ClockTable.tick)
                     tick = session.scalars(advanced).one()
                     late = max(0, tick - uses - self._behind)
-                    _write(session, pending, self.sessions.id, late)
+                    write_usage(session, pending, self.sessions.id, late)
                     if due:
                         sum_up(session, unsummed)
                 self._written = uses
@@ -493,136 +440,3 @@ def _stays(reason: str, now: float) -> ColumnElement[bool] | None:
         limit = StateTable.expires_at
         return or_(StateTable.pinned.is_(True), limit.is_(None), limit > now)
     return None
-
-
-@dataclass(slots=True)
-class PendingUsage:
-    """Changes that are not in the ledger yet."""
-
-    touches: dict[KVKey, tuple[int, int, float]] = field(default_factory=dict)
-    """Hits, tick and Unix time of uses."""
-    memory: dict[tuple[str, KVKey], StateRow | None] = field(default_factory=dict)
-    """Entries of memory tiers. The value of a removed entry is None."""
-    evictions: list[dict[str, Any]] = field(default_factory=list)
-    changed: set[KVKey] = field(default_factory=set)
-    """States that are written already, whose modules' summaries are not."""
-
-    def __bool__(self) -> bool:
-        return any((self.touches, self.memory, self.evictions, self.changed))
-
-    @property
-    def keys(self) -> set[KVKey]:
-        """Keys of the states that are to be written."""
-        return {*self.touches, *(key for _, key in self.memory)}
-
-
-class UsageBuffer:
-    """Pending uses, entries and evictions. Thread-safe. Every method is a few assignments."""
-
-    def __init__(self) -> None:
-        self._pending = PendingUsage()
-        self._lock = threading.Lock()
-
-    def __bool__(self) -> bool:
-        return bool(self._pending)
-
-    def touch(self, keys: Iterable[KVKey], tick: int) -> None:
-        """Count a use of each key."""
-        now = time.time()
-        with self._lock:
-            for key in keys:
-                hits, *_ = self._pending.touches.get(key, (0,))
-                self._pending.touches[key] = (hits + 1, tick, now)
-
-    def note(self, keys: Iterable[KVKey]) -> None:
-        """Record that rows of persistent tiers have changed."""
-        with self._lock:
-            self._pending.changed.update(keys)
-
-    def add_entry(self, row: StateRow) -> None:
-        """Record an entry of a memory tier."""
-        with self._lock:
-            self._pending.memory[row.tier, row.key] = row
-
-    def remove_entry(self, tier: str, key: KVKey, nbytes: int, reason: str) -> None:
-        """Record that states have left a memory tier."""
-        row = {"key": key, "tier": tier, "reason": reason, "nbytes": nbytes, "at": time.time()}
-        with self._lock:
-            self._pending.memory[tier, key] = None
-            self._pending.evictions.append(row)
-
-    def take(self) -> PendingUsage:
-        """Remove and return all changes."""
-        with self._lock:
-            pending, self._pending = self._pending, PendingUsage()
-        return pending
-
-    def restore(self, pending: PendingUsage) -> None:
-        """Put back changes that could not be written, before all later changes."""
-        with self._lock:
-            later, self._pending = self._pending, pending
-            for key, (hits, tick, at) in later.touches.items():
-                before, *_ = pending.touches.get(key, (0,))
-                pending.touches[key] = (before + hits, tick, at)
-            pending.memory.update(later.memory)
-            pending.evictions += later.evictions
-            pending.changed |= later.changed
-            del pending.evictions[:-EVICTIONS_KEPT]
-
-
-def _write(session: Session, pending: PendingUsage, place: str, late: int) -> None:
-    """Write pending changes.
-
-    Args:
-        session: Transaction.
-        pending: The changes.
-        place: Place of the rows of memory tiers: the ID of the session.
-        late: Ticks by which the clock has advanced since the changes.
-    """
-    here = or_(StateTable.place == place, StateTable.tier.in_(persistent_tiers()))
-    for chunk in chunks(sorted(pending.keys)):
-        lock_rows(session, StateTable, StateTable.key.in_(chunk), here)
-    _write_memory(session, pending, place, late)
-    _write_touches(session, pending, here, late)
-    _write_evictions(session, pending)
-
-
-def _write_memory(session: Session, pending: PendingUsage, place: str, late: int) -> None:
-    gone: dict[str, list[KVKey]] = {}
-    rows = []
-    for (tier, key), row in pending.memory.items():
-        if row is None:
-            gone.setdefault(tier, []).append(key)
-        else:
-            rows.append(row._replace(last_use=row.last_use + late).values(place))
-    for tier, keys in gone.items():
-        for chunk in chunks(keys):
-            here = (StateTable.place == place) & (StateTable.tier == tier)
-            session.execute(delete(StateTable).where(here, StateTable.key.in_(chunk)))
-    upsert(session, StateTable, rows, _IN_MEMORY)
-
-
-def _write_touches(
-    session: Session, pending: PendingUsage, here: ColumnElement[bool], late: int
-) -> None:
-    rows = Base.metadata.tables[StateTable.__tablename__]
-    used: list[dict[str, int | float | str]] = [
-        {"key": key, "hits": hits, "last_use": tick + late, "used_at": at}
-        for key, (hits, tick, at) in pending.touches.items()
-    ]
-    for start in range(0, len(used), CHUNK):
-        given = table_of(used[start : start + CHUNK]).c
-        new = {"hits": rows.c.hits + given.hits} | {
-            name: case((given[name] > rows.c[name], given[name]), else_=rows.c[name])
-            for name in ("last_use", "used_at")
-        }
-        session.execute(update(rows).values(new).where(rows.c.key == given.key, here))
-
-
-def _write_evictions(session: Session, pending: PendingUsage) -> None:
-    if pending.evictions:
-        session.execute(insert(EvictionTable), pending.evictions)
-        newest = session.scalar(select(func.max(EvictionTable.id))) or 0
-        oldest = select(EvictionTable.id).where(EvictionTable.id <= newest - EVICTIONS_KEPT)
-        free = oldest.with_for_update(skip_locked=True)  # another session may delete them as well
-        session.execute(delete(EvictionTable).where(EvictionTable.id.in_(free)))

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from ragcache.db.ledger import Ledger, StateMetadata, StateRow
+from ragcache.db.ledger import Ledger
+from ragcache.db.state_rows import StateMetadata, StateRow
 from ragcache.errors import (
     LedgerUnavailable,
     StoreBudgetExceeded,

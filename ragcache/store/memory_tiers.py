@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from ragcache.db.ledger import StateMetadata, StateRow, UsageBuffer
 from ragcache.db.references import CONVERSATION_MODE
+from ragcache.db.state_rows import StateMetadata, StateRow
+from ragcache.db.usage import UsageBuffer
 from ragcache.errors import StoreBudgetExceeded
 from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates, quantize

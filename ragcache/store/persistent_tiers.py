@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from ragcache.db.ledger import Ledger, StateRow
+from ragcache.db.ledger import Ledger
+from ragcache.db.state_rows import StateRow
 from ragcache.errors import (
     LedgerUnavailable,
     RemoteUnavailable,

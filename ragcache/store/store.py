@@ -21,7 +21,7 @@ from sqlalchemy import func, select
 from ragcache.db.conversations import expire_conversations
 from ragcache.db.database import Database
 from ragcache.db.jobs import Jobs
-from ragcache.db.ledger import Ledger, StateMetadata, StateRow
+from ragcache.db.ledger import Ledger
 from ragcache.db.observed import expire_observed
 from ragcache.db.references import (
     CONVERSATION_MODE,
@@ -32,6 +32,7 @@ from ragcache.db.references import (
     retire,
 )
 from ragcache.db.sessions import HEARTBEAT_SECONDS
+from ragcache.db.state_rows import StateMetadata, StateRow
 from ragcache.db.tables import SessionTable, StateTable
 from ragcache.errors import (
     LedgerUnavailable,

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from sqlalchemy import func, select
 
-from ragcache.db.ledger import StateRow
 from ragcache.db.references import is_unowned, retire
 from ragcache.db.sql import from_modules
+from ragcache.db.state_rows import StateRow
 from ragcache.db.tables import (
     CollectionTable,
     DocumentTable,

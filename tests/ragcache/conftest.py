@@ -13,7 +13,7 @@ import torch
 from sqlalchemy import create_engine
 
 from ragcache.db import Database, Ledger
-from ragcache.db.ledger import StateRow
+from ragcache.db.state_rows import StateRow
 from ragcache.db.tables import Base
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVKey, KVStates

@@ -14,9 +14,9 @@ from sqlalchemy import text
 
 from ragcache import RagCache
 from ragcache.db import ApiKeys, Database, Ledger
-from ragcache.db.ledger import StateMetadata, StateRow
 from ragcache.db.migrations import HEAD
 from ragcache.db.sessions import Sessions
+from ragcache.db.state_rows import StateMetadata, StateRow
 from ragcache.models import LoadedModel
 from ragcache.modes import ReuseMode
 from ragcache.pipeline import gate

@@ -26,9 +26,9 @@ from ragcache.db import (
     list_modules,
 )
 from ragcache.db.catalog import Contents
-from ragcache.db.ledger import StateMetadata, StateRow
 from ragcache.db.references import owned_among
 from ragcache.db.sql import CHUNK
+from ragcache.db.state_rows import StateMetadata, StateRow
 from ragcache.db.tables import Base, DocumentTable, StateTable
 from ragcache.errors import (
     ConfigurationError,

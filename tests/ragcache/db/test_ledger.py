@@ -12,9 +12,11 @@ import pytest
 from sqlalchemy import event, select
 
 from ragcache.db import Database, Ledger
-from ragcache.db.ledger import EVICTIONS_KEPT, StateMetadata, StateRow, TierTotals
+from ragcache.db.ledger import TierTotals
 from ragcache.db.sql import CHUNK
+from ragcache.db.state_rows import StateMetadata, StateRow
 from ragcache.db.tables import EvictionTable, SessionTable, StateTable
+from ragcache.db.usage import EVICTIONS_KEPT
 from ragcache.errors import StoreFull
 from ragcache.states import KVKey
 from tests.ragcache.conftest import make_key, record_row
@@ -172,7 +174,7 @@ def test_usage_that_could_not_be_written_is_written_later(
     record(ledger, 1)
     ledger.usage.touch([make_key(1)], 1)
     with monkeypatch.context() as patched:
-        patched.setattr("ragcache.db.ledger._write_touches", full)
+        patched.setattr("ragcache.db.usage._write_touches", full)
         ledger.flush()
         ledger.usage.touch([make_key(1)], 2)
         ledger.flush()
@@ -195,7 +197,7 @@ def test_rows_that_left_memory_are_recorded_with_a_reason(ledger: Ledger) -> Non
 def test_the_record_of_evictions_is_bounded(
     ledger: Ledger, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragcache.db.ledger.EVICTIONS_KEPT", 3)
+    monkeypatch.setattr("ragcache.db.usage.EVICTIONS_KEPT", 3)
     for number in range(5):
         ledger.usage.remove_entry("host", make_key(number), 10, "pressure")
     ledger.flush()

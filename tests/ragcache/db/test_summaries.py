@@ -23,8 +23,9 @@ from ragcache.db import (
     list_modules,
     module_page,
 )
-from ragcache.db.ledger import SUM_SECONDS, StateMetadata, StateRow
+from ragcache.db.ledger import SUM_SECONDS
 from ragcache.db.listing import SORTS
+from ragcache.db.state_rows import StateMetadata, StateRow
 from ragcache.db.summaries import TIER_BITS
 from ragcache.db.tables import ModuleSummaryTable, ModuleTable
 from tests.ragcache.conftest import make_key, postgres_schema, record_row
