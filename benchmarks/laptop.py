@@ -3,14 +3,15 @@
     python benchmarks/laptop.py --shapes 0.5b,1.5b,3b,7b --quantization int4 --json FILE
 
 The models have the shapes of Qwen2.5 and random weights, packed as `quantization` says: times and
-bytes do not depend on what weights say. The states of documents are in memory. Weights are pieces
-of one drawn tensor, and all cores pack them, so that large shapes are made in minutes.
+bytes do not depend on what weights say. The states of documents are in memory. One layer is packed,
+and the others are copies of it, so that no model takes more memory than its packed weights.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Annotated, Any
@@ -69,9 +70,13 @@ def build_shape(shape: LlamaShape, quantization: str | None) -> CausalLM:
     from transformers import LlamaForCausalLM
 
     keep_freed_memory()
-    config = shape.config(torch.bfloat16)
+    config, single = shape.config(torch.bfloat16), shape.config(torch.bfloat16)
+    single.num_hidden_layers = 1
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        whole = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(single).to(torch.bfloat16).eval()
+    choice = choose_dtypes(whole, torch.device("cpu"), "auto", quantized=quantization is not None)
+    chosen = choose_quantization(whole, quantization, choice.compute)
     rotary = type(model.model.rotary_emb)(config=config)
     model.to_empty(device="cpu")
     model.model.rotary_emb = rotary
@@ -79,13 +84,22 @@ def build_shape(shape: LlamaShape, quantization: str | None) -> CausalLM:
     drawn = torch.randn(DRAWN, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
     for parameter in model.parameters():
         _fill(parameter, drawn)
-    choice = choose_dtypes(model, torch.device("cpu"), "auto", quantized=quantization is not None)
-    chosen = choose_quantization(model, quantization, choice.compute)
     if chosen is not None:
         quantize_model(model, chosen, choice.compute)
-    causal = wrap_causal(convert(model, choice.compute))
+    model = convert(model, choice.compute)
+    _repeat_layer(model, shape.num_layers)
+    causal = wrap_causal(model)
     causal.states_dtype = choice.states
     return causal
+
+
+def _repeat_layer(model: Any, layers: int) -> None:
+    """Give a model of one layer copies of it, with memory of their own."""
+    for number in range(1, layers):
+        layer = deepcopy(model.model.layers[0], {id(model.config): model.config})
+        layer.self_attn.layer_idx = number
+        model.model.layers.append(layer)
+    model.config.num_hidden_layers = layers
 
 
 def _fill(parameter: Tensor, drawn: Tensor) -> None:

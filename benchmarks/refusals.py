@@ -1,6 +1,6 @@
 """Refusals of a model by its calibration, on built-in questions that it was not fitted on.
 
-    python benchmarks/refusals.py MODEL [--handbook 40] [--examples FILE]
+    python benchmarks/refusals.py MODEL [--handbook 40] [--mode exact] [--examples FILE]
 
 The built-in questions are asked once. Ten times, the calibration is fitted to the questions over
 one half of the documents, drawn, and judged on the other half, and the other way round. With
@@ -15,7 +15,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -39,25 +39,29 @@ SPLITS = 10
 Examples = dict[str, list[CalibrationExample]]
 
 
-def asked(model: str, count: int) -> Examples:
+def asked(model: str, count: int, mode: str | None, device: str) -> Examples:
     """Ask the built-in questions, and `count` of the handbook's."""
     found, built_in = {}, builtin_dataset()
     with (
         tempfile.TemporaryDirectory() as folder,
-        RagCache.open(folder, model, embedding="none") as rag,
+        RagCache.open(folder, model, embedding="none", device=device) as rag,
     ):
         began = time.process_time()
         rag.ingest("built-in", built_in.documents)
-        found["built-in"] = collect_examples(rag, "built-in", built_in.questions, extractive=False)
+        found["built-in"] = collect_examples(
+            rag, "built-in", built_in.questions, extractive=False, mode=mode
+        )
         print(f"built-in questions: {time.process_time() - began:.0f} s of the processor")
         if count:
             rag.ingest("handbook", [example_handbook()])
             questions = load_dataset(Path("examples/questions.jsonl")).sample(count).questions
-            found["handbook"] = collect_examples(rag, "handbook", questions, extractive=False)
+            found["handbook"] = collect_examples(
+                rag, "handbook", questions, extractive=False, mode=mode
+            )
     return found
 
 
-def read_or_ask(model: str, count: int, file: Path | None) -> Examples:
+def read_or_ask(file: Path | None, ask: Callable[[], Examples]) -> Examples:
     """Return the examples in the file, if there is one, or ask and write them."""
     if file is not None and file.exists():
         return {
@@ -67,7 +71,7 @@ def read_or_ask(model: str, count: int, file: Path | None) -> Examples:
             ]
             for name, rows in json.loads(file.read_text()).items()
         }
-    found = asked(model, count)
+    found = ask()
     if file is not None:
         file.write_text(
             json.dumps({name: [asdict(e) for e in each] for name, each in found.items()})
@@ -111,8 +115,13 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--handbook", type=int, default=0)
     parser.add_argument("--examples", type=Path, help="a file to keep what was asked in")
+    parser.add_argument("--mode", help="by default the model's own default mode")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    found = read_or_ask(options.model, options.handbook, options.examples)
+    found = read_or_ask(
+        options.examples,
+        lambda: asked(options.model, options.handbook, options.mode, options.device),
+    )
     print("| set | with an answer / right / without | without: refused | right: | wrong: |")
     print("|---|---|---|---|---|")
     print_report("built-in, held out", held_out(found["built-in"]))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Version of the built-in questions and of the evidence. Model calibrations of other versions are
 ignored."""
 

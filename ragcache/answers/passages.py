@@ -11,6 +11,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from ragcache.db import ModuleRow
@@ -20,6 +21,16 @@ from ragcache.retrieval.bm25 import characters, terms
 _NUMBER = re.compile(r"\d[\d.,:]*\d|\d")
 _ASSENT = frozenset("yes no ja nein oui non si sí sim 是 否 不 对".split())
 """Answers to questions that are answered by themselves."""
+_COUNTED = (
+    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen",
+    "zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn "
+    "siebzehn achtzehn neunzehn",
+)
+_TENS = (
+    "twenty thirty forty fifty sixty seventy eighty ninety",
+    "zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig",
+)
 _BREAK = re.compile(
     r"(?<=[.!?])\s+|(?<=[。！？])"  # a sentence ends
     r"|\n(?=\s*(?:\n|[-*+|#>]|\d+[.)]\s))"  # a paragraph, an item, a row, a heading
@@ -83,14 +94,26 @@ def passages_of(module: ModuleRow) -> Iterator[Passage]:
         yield Passage(module, begin, begin + len(said.strip()), frozenset(words))
 
 
+@cache
+def number_words() -> Mapping[str, str]:
+    """Return the digits of number words, by their stems. *One* is left out: it is a pronoun, too.
+
+    Models write `7 weeks` where a document says *seven weeks*.
+    """
+    named = {word: str(number) for line in _COUNTED for number, word in enumerate(line.split(), 2)}
+    named |= {word: f"{ten}0" for line in _TENS for ten, word in enumerate(line.split(), 2)}
+    return {stem: digits for word, digits in named.items() for stem in terms(word)}
+
+
 def numbers_of(text: str) -> set[str]:
-    """Return the numbers of a text, whole, such as `7:40` and `1,200`."""
-    return set(_NUMBER.findall(text))
+    """Return the numbers of a text, whole, such as `7:40`, `1,200`, and `7` for *seven*."""
+    named = number_words()
+    return {*_NUMBER.findall(text), *(named[each] for each in named.keys() & terms(text))}
 
 
 def words_of(text: str) -> set[str]:
-    """Return the stems and the whole numbers of a text."""
-    return {*terms(text), *characters(text), *numbers_of(text)}
+    """Return the stems and the whole numbers of a text. Number words are digits."""
+    return {*terms(text), *characters(text)} - number_words().keys() | numbers_of(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +166,12 @@ class LexicalSupport:
         return best * _share(said, everywhere)
 
     def _weight(self, found: Set[str]) -> float:
-        return sum(weight for word, weight in self.words.items() if word in found)
+        named = number_words()
+        return sum(
+            weight
+            for word, weight in self.words.items()
+            if word in found or named.get(word) in found
+        )
 
 
 def _share(wanted: Set[str], found: Set[str]) -> float:

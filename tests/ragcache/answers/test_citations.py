@@ -27,11 +27,12 @@ TEXTS = {module.document: module.text for module in MODULES}
 SENTENCES = (
     "The ferry crosses the sound at 7:40.",
     "The windmill was built in 1783 by Anselm Prout.",
-    "A return ticket for the ferry costs 11 crowns.",
+    "A return ticket for the ferry costs eleven crowns.",
 )
 INVENTED = (
     "The head office has the number 0123456789.",
     "A return ticket costs 12 crowns.",
+    "A return ticket costs twelve crowns.",
     "Yes!",
 )
 

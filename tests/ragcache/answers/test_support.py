@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache.answers.passages import LexicalSupport, passages_with
+from ragcache.answers.passages import LexicalSupport, numbers_of, passages_with, words_of
 from ragcache.db import ModuleRow
 from ragcache.retrieval.bm25 import terms
 
@@ -113,3 +113,14 @@ def test_of_a_long_answer_one_sentence_answers_the_question() -> None:
     assert support.grounding("The car is red. It needs diesel.") == 1.0
     said = support.grounding("The car is red. Its seats are leather.")
     assert said == pytest.approx(2 / 4)
+
+
+def test_number_words_are_digits() -> None:
+    assert numbers_of("Twenty boats, seven keys, one car, 1,200 ropes") == {"20", "7", "1,200"}
+    assert words_of("sieben Wochen") == words_of("7 Wochen")
+    assert words_of("one key") != words_of("1 key"), "a pronoun, too"
+    soup = (module("The soup keeps for three days. The bread keeps for two days."),)
+    support = LexicalSupport({"soup": 2.0, "keep": 1.0, "two": 1.0}, soup)
+    assert support.grounding("3 days") == support.grounding("three days") == 0.75
+    assert support.grounding("2 days") == support.grounding("Two days.") == 0.5
+    assert LexicalSupport({"bread": 1.0, "two": 1.0}, (module("2 breads"),)).grounding("2") == 1.0

@@ -212,6 +212,20 @@ def test_a_batch_mixes_questions_with_and_without_documents(rag: RagCache) -> No
     assert rag.ask_batch([], collection="notes") == []
 
 
+def test_the_embedded_reader_reads_four_modules_at_most(
+    tmp_path: Path, model: LoadedModel, quick_reader: LoadedModel
+) -> None:
+    boats = [SourceDocument(f"{number}", f"Boat {number} is at the quay.") for number in range(8)]
+    many: dict[str, Any] = {"k": 8, "relative_threshold": 0.0}
+    for name, each, read in (("reader", quick_reader, 4), ("other", model, 8)):
+        with RagCache.open(tmp_path / name, each, max_tokens=2) as rag:
+            rag.ingest("boats", boats)
+            answer = rag.ask("Which boat?", collection="boats", **many)
+            assert len(answer.sources) == read
+            asked = [{"role": "user", "content": "Which boat?"}]
+            assert len(rag.chat(asked, collection="boats", **many).sources) == read
+
+
 def test_one_empty_question_refuses_the_whole_batch(rag: RagCache) -> None:
     with pytest.raises(EmptyQuestion, match="write what you want to know"):
         rag.ask_batch([QUESTION, "\n\t "], collection="notes")
