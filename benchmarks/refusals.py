@@ -1,27 +1,40 @@
-"""Refusals of a model by its calibration, on built-in questions that it was not fitted on.
+"""Refusals of models by their calibrations, on built-in questions that these were not fitted on.
 
-    python benchmarks/refusals.py MODEL [--handbook 40] [--mode exact] [--examples FILE]
+    python benchmarks/refusals.py MODEL ... [--handbook 40] [--examples FOLDER] [--json FILE]
 
 The built-in questions are asked once. Ten times, the calibration is fitted to the questions over
 one half of the documents, drawn, and judged on the other half, and the other way round. With
 --handbook, the calibration of all questions is judged on so many of the example handbook, each with
-and without its document.
+and without its document. With several models, the calibration of the others is judged on each
+model's answers, and the calibration of all is printed (`ragcache.answers.confidence.GENERAL`).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+from harness import (
+    DeviceOption,
+    JsonFile,
+    Progress,
+    describe_machine,
+    plain_table,
+    print_figures,
+    run_benchmark,
+)
+from quality import handbook_set
 
 from ragcache import RagCache
-from ragcache.answers.confidence import ConfidenceFeatures
+from ragcache.answers.confidence import Calibration, ConfidenceFeatures
 from ragcache.calibration import (
     CalibrationExample,
     RefusalReport,
@@ -30,53 +43,47 @@ from ragcache.calibration import (
     judge,
     judge_by,
 )
-from ragcache.evaluation import load_dataset
 from ragcache.evaluation.builtin import builtin_dataset
-from ragcache_api.cli.console import example_handbook
 
 SPLITS = 10
+SHARES = ("refused_unanswerable", "refused_right", "refused_wrong")
 
-Examples = dict[str, list[CalibrationExample]]
+Examples = Mapping[str, Sequence[CalibrationExample]]
 
 
-def asked(model: str, count: int, mode: str | None, device: str) -> Examples:
-    """Ask the built-in questions, and `count` of the handbook's."""
-    found, built_in = {}, builtin_dataset()
+def ask_sets(model: str, handbook: int, device: str, progress: Progress) -> Examples:
+    """Ask a model the built-in questions, and so many of the handbook's."""
+    sets = [builtin_dataset()]
+    found: dict[str, list[CalibrationExample]] = {}
+    if handbook:
+        sets.append(handbook_set())
     with (
         tempfile.TemporaryDirectory() as folder,
         RagCache.open(folder, model, embedding="none", device=device) as rag,
     ):
-        began = time.process_time()
-        rag.ingest("built-in", built_in.documents)
-        found["built-in"] = collect_examples(
-            rag, "built-in", built_in.questions, extractive=False, mode=mode
-        )
-        print(f"built-in questions: {time.process_time() - began:.0f} s of the processor")
-        if count:
-            rag.ingest("handbook", [example_handbook()])
-            questions = load_dataset(Path("examples/questions.jsonl")).sample(count).questions
-            found["handbook"] = collect_examples(
-                rag, "handbook", questions, extractive=False, mode=mode
-            )
+        for each in sets:
+            progress(f"{Path(model).name}: {each.name}")
+            rag.ingest(each.name, each.documents)
+            questions = each.questions if each is sets[0] else each.sample(handbook).questions
+            found[each.name] = collect_examples(rag, each.name, questions, extractive=False)
     return found
 
 
-def read_or_ask(file: Path | None, ask: Callable[[], Examples]) -> Examples:
-    """Return the examples in the file, if there is one, or ask and write them."""
-    if file is not None and file.exists():
-        return {
-            name: [
-                CalibrationExample(**{**row, "evidence": ConfidenceFeatures(**row["evidence"])})
-                for row in rows
-            ]
-            for name, rows in json.loads(file.read_text()).items()
-        }
-    found = ask()
-    if file is not None:
-        file.write_text(
-            json.dumps({name: [asdict(e) for e in each] for name, each in found.items()})
-        )
-    return found
+def read_examples(file: Path) -> Examples:
+    """Read the answers of a model that `write_examples` wrote."""
+    return {
+        name: [
+            CalibrationExample(**{**row, "evidence": ConfidenceFeatures(**row["evidence"])})
+            for row in rows
+        ]
+        for name, rows in json.loads(file.read_text()).items()
+    }
+
+
+def write_examples(file: Path, found: Examples) -> None:
+    """Write the answers of a model, with their evidence."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({name: [asdict(e) for e in each] for name, each in found.items()}))
 
 
 def halves(examples: Sequence[CalibrationExample], seed: int) -> list[list[CalibrationExample]]:
@@ -95,44 +102,73 @@ def held_out(examples: Sequence[CalibrationExample]) -> list[RefusalReport]:
     reports = []
     for seed in range(SPLITS):
         for fitting, judged in (halves(examples, seed), halves(examples, seed)[::-1]):
-            fitted = fit_built_in(fitting)
-            reports.append(judge(judge_by(fitted, judged), fitted.min_confidence))
+            reports.append(_judged_by(fit_built_in(fitting), judged))
     return reports
 
 
-def print_report(name: str, reports: Sequence[RefusalReport]) -> None:
-    """Print the mean shares of refusals, as a row of Markdown."""
-    shares = ("refused_unanswerable", "refused_right", "refused_wrong")
-    means = [fmean(getattr(each, share) for each in reports) for share in shares]
+def _judged_by(fitted: Calibration, examples: Sequence[CalibrationExample]) -> RefusalReport:
+    return judge(judge_by(fitted, examples), fitted.min_confidence)
+
+
+def bench_refusals(asked: Mapping[str, Examples]) -> dict[str, Any]:
+    """The refusals of each model, by its own calibration and by the other models'.
+
+    Args:
+        asked: Of each model, the examples of each set; `built-in` is one.
+
+    Returns:
+        rows, with the mean shares of refusals, and `general`, the calibration of all models.
+    """
+    rows = []
+    for model, found in asked.items():
+        own = fit_built_in(found["built-in"])
+        rows.append(_row(model, "built-in, held out", held_out(found["built-in"])))
+        rows += [_row(model, name, [_judged_by(own, each)]) for name, each in found.items()]
+        others = [each["built-in"] for name, each in asked.items() if name != model]
+        if others:
+            fitted = fit_built_in(list(chain.from_iterable(others)))
+            reports = {name: [_judged_by(fitted, each)] for name, each in found.items()}
+            rows += [_row(model, f"{name}, by others", each) for name, each in reports.items()]
+    every = list(chain.from_iterable(each["built-in"] for each in asked.values()))
+    return {"rows": rows, "general": fit_built_in(every).to_dict(), "machine": describe_machine()}
+
+
+def _row(model: str, name: str, reports: Sequence[RefusalReport]) -> dict[str, Any]:
     first = reports[0]
-    counts = f"{first.answerable} / {first.right} / {first.unanswerable}"
-    cells = " | ".join(f"{100 * mean:.1f} %" for mean in means)
-    print(f"| {name} | {counts} | {cells} |")
+    counts = {key: getattr(first, key) for key in ("answerable", "right", "unanswerable")}
+    means = {share: fmean(getattr(each, share) for each in reports) for share in SHARES}
+    return {"model": model, "set": name, **counts, **means}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--handbook", type=int, default=0)
-    parser.add_argument("--examples", type=Path, help="a file to keep what was asked in")
-    parser.add_argument("--mode", help="by default the model's own default mode")
-    parser.add_argument("--device", default="cpu")
-    options = parser.parse_args()
-    found = read_or_ask(
-        options.examples,
-        lambda: asked(options.model, options.handbook, options.mode, options.device),
+def main(
+    models: Annotated[list[str], typer.Argument(help="Names, folders or files of models.")],
+    handbook: Annotated[int, typer.Option(min=0, help="Questions of the handbook.")] = 0,
+    examples: Annotated[Path | None, typer.Option(help="Folder that keeps what was asked.")] = None,
+    device: DeviceOption = "cpu",
+    json_file: JsonFile = None,
+) -> None:
+    """Measure refusals on questions that no calibration was fitted on."""
+
+    def ask(model: str, progress: Progress) -> Examples:
+        file = None if examples is None else examples / f"{Path(model).stem}.json"
+        if file is not None and file.exists():
+            return read_examples(file)
+        found = ask_sets(model, handbook, device, progress)
+        if file is not None:
+            write_examples(file, found)
+        return found
+
+    result = run_benchmark(
+        lambda progress: bench_refusals({Path(each).stem: ask(each, progress) for each in models})
     )
-    print("| set | with an answer / right / without | without: refused | right: | wrong: |")
-    print("|---|---|---|---|---|")
-    print_report("built-in, held out", held_out(found["built-in"]))
-    fitted = fit_built_in(found["built-in"])
-    own = judge(judge_by(fitted, found["built-in"]), fitted.min_confidence)
-    print_report("built-in, as fitted", [own])
-    if "handbook" in found:
-        report = judge(judge_by(fitted, found["handbook"]), fitted.min_confidence)
-        print_report("handbook", [report])
-    print(fitted)
+    headers = ("set", "with an answer / right / without", "without: refused", "right:", "wrong:")
+    table = plain_table("model", *headers, left=2)
+    for row in result["rows"]:
+        counts = f"{row['answerable']} / {row['right']} / {row['unanswerable']}"
+        shares = [f"{100 * row[share]:.1f} %" for share in SHARES]
+        table.add_row(row["model"], row["set"], counts, *shares)
+    print_figures([table], result, json_file)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

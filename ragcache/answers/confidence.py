@@ -24,7 +24,7 @@ from ragcache.db import Ledger
 from ragcache.engine import Choice
 from ragcache.engine.sampler import SampledToken
 from ragcache.errors import ConfigurationError, StoreError
-from ragcache.models import LoadedModel
+from ragcache.models import INSTRUCTION, LoadedModel
 from ragcache.models.reader import READER
 
 if TYPE_CHECKING:
@@ -191,6 +191,17 @@ UNCALIBRATED = Calibration(0.0, {"lift": 1.0}, {"lift": 0.0})
 and without the documents."""
 
 
+GENERAL = Calibration(
+    bias=-2.1,
+    weights={"free": 3.9, "grounding": 7.6},
+    means={"free": -0.33, "grounding": 0.43},
+    min_confidence=0.25,
+    questions=562,
+)
+"""Calibration of free answers of a model that has none of its own yet: fitted to the answers of two
+models to the built-in questions (`benchmarks/refusals.py`, ADR 98)."""
+
+
 def calibration_key(model: LoadedModel, *, extractive: bool) -> str:
     """Return the name under which a collection stores the calibration of a model's answers."""
     kind = "extractive" if extractive else "free"
@@ -230,6 +241,8 @@ class ModelCalibration:
     """Instruction of the folder."""
     ledger: Ledger | None
     """The ledger that keeps the calibration. Without it, it stays in memory."""
+    forced: bool = False
+    """Whether the folder leaves out all measurements (`OpenConfig.force_modes`)."""
     _known: Calibration | None = field(default=None, init=False)
     _settled: bool = field(default=False, init=False)
     """Whether the model was asked the built-in questions. Too few right answers fit nothing."""
@@ -238,23 +251,40 @@ class ModelCalibration:
     @property
     def is_fitted(self) -> bool:
         """Whether the model was asked the built-in questions, here or in another process."""
-        self.find()
+        self._read()
         return self._settled
 
     def find(self) -> Calibration | None:
-        """Return the calibration, if there is one. Reads the ledger at most every 10 seconds."""
+        """Return the model's calibration, or the general one until it has its own.
+
+        A model that answered too few of the built-in questions has none.
+        """
+        self._read()
+        return self._known if self._settled else self.general
+
+    def _read(self) -> None:
+        """Read the ledger, at most every 10 seconds."""
         now = time.monotonic()
         if self._settled or self.ledger is None or now < self._read_at + _REREAD_SECONDS:
-            return self._known
+            return
         self._read_at = now
         try:
             text = self.ledger.get_fact(self._fact)
         except StoreError as error:
-            logger.warning("%s; answers are not checked meanwhile", error)
-            return None
+            logger.warning("%s; the model's calibration is looked for again later", error)
+            return
         if text is not None:
             self._settle(text)
-        return self._known
+
+    @property
+    def general(self) -> Calibration | None:
+        """The calibration of other models, which serves until the model was asked itself.
+
+        There is none for other instructions than it was fitted with, and none for the free answers
+        of the embedded reader.
+        """
+        fits = self.instruction == INSTRUCTION and not self.model.extractive
+        return GENERAL if fits and not self.forced else None
 
     def keep(self, fitted: Calibration | None) -> Calibration | None:
         """Keep a calibration, or that none could be fitted.

@@ -18,24 +18,34 @@ _FILE = Path(__file__).with_name("builtin.txt")
 def builtin_dataset() -> Dataset:
     """Return the built-in documents and their questions.
 
-    The file has a document in each paragraph of lines: its title after `#`, its text, questions
-    after `+` with an answer after `=`, and questions without an answer after `-`.
-
     Example:
         >>> dataset = builtin_dataset()
         >>> len(dataset.documents), len(dataset.questions)
         (50, 200)
     """
+    return read_dataset(_FILE, "built-in")
+
+
+def read_dataset(file: Path, name: str) -> Dataset:
+    """Read documents and their questions from a text.
+
+    The file has a document in each paragraph of lines: its title after `#`, its text, questions
+    after `+` with an answer after `=`, and questions without an answer after `-`.
+
+    Args:
+        file: The file.
+        name: Name of the dataset.
+    """
     builder = DatasetBuilder()
-    for paragraph in _FILE.read_text(encoding="utf-8").strip().split("\n\n"):
+    for paragraph in file.read_text(encoding="utf-8").strip().split("\n\n"):
         lines = paragraph.split("\n")
         text = "\n".join(line for line in lines if line[0] not in "#+-")
         document = builder.add_document(text, lines[0].removeprefix("# "))
         for number, line in enumerate(lines):
             asked, _, answer = line[2:].partition(" = ")
-            name = f"{document} {number}"
+            key = f"{document} {number}"
             if line[0] == "+":
-                builder.add_question(name, asked, [answer], document=document)
+                builder.add_question(key, asked, [answer], document=document)
             elif line[0] == "-":
-                builder.add_question(name, asked, [], document=document)
-    return builder.build(_FILE, "built-in")
+                builder.add_question(key, asked, [], document=document)
+    return builder.build(file, name)

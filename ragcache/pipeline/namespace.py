@@ -169,7 +169,7 @@ class SharedServices:
                 ApiKeys(database, stale_seconds=config.stale_seconds),
                 jobs,
                 ModeGate(model, engine, store.ledger, config.force_modes, config.compose),
-                ModelCalibration(model, instruction, store.ledger),
+                ModelCalibration(model, instruction, store.ledger, config.force_modes),
                 reranker,
             )
             store.memory.conversation_bytes = parse_optional_bytes(config.conversation_bytes)

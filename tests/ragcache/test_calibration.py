@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ragcache import RagCache, SourceDocument
-from ragcache.answers.confidence import ConfidenceFeatures
+from ragcache.answers.confidence import GENERAL, ConfidenceFeatures
 from ragcache.calibration import (
     BUILT_IN,
     FEWEST,
@@ -26,7 +27,7 @@ from ragcache.calibration import (
 from ragcache.errors import ConfigurationError
 from ragcache.evaluation import Dataset, Question
 from ragcache.models import LoadedModel
-from ragcache.params import GenerationParams
+from ragcache.params import REFUSAL, GenerationParams
 
 
 def examples(count: int = 400) -> list[CalibrationExample]:
@@ -176,6 +177,37 @@ def test_a_model_is_calibrated_once_for_all_collections(
         rag.collections.set_instruction("boxes", "Answer in one word.")
         assert rag.collections.calibration("boxes") is None
         assert rag.ask(question, collection="boxes").confidence is None
+
+
+def test_a_model_is_judged_as_others_until_it_has_its_own(
+    tiny_reader: LoadedModel, quick_reader: LoadedModel, tmp_path: Path
+) -> None:
+    note = [SourceDocument("key", "The spare key hangs in the boathouse.")]
+    options = {"embedding": "none", "force_modes": False, "max_tokens": 2}
+    with RagCache.open(tmp_path / "state", tiny_reader, **options) as rag:
+        rag.ingest("notes", note)
+        ask = partial(rag.ask, "Where is the spare key?", collection="notes", mode="exact")
+        assert rag.collections.calibration("notes") == GENERAL
+        refused, shown = ask(), ask(generation=GenerationParams(min_confidence=0.0))
+        assert refused.confidence == shown.confidence
+        assert refused.confidence is not None
+        assert refused.confidence < GENERAL.min_confidence
+        assert (refused.finish_reason, refused.text) == ("no_answer", REFUSAL)
+        assert shown.finish_reason != "no_answer"
+        assert ask(generation=GenerationParams(confidence=False)).confidence is None
+        rag.collections.set_instruction("notes", "Answer in one word.")
+        assert rag.collections.calibration("notes") is None
+        assert ask().confidence is None
+        rag.collections.set_instruction("notes", None)
+        own = replace(GENERAL, bias=GENERAL.bias + 1)
+        rag.internals.shared.calibration.keep(own)
+        assert rag.collections.calibration("notes") == own
+    with RagCache.open(tmp_path / "forced", tiny_reader, **options | {"force_modes": True}) as rag:
+        rag.ingest("notes", note)
+        assert rag.collections.calibration("notes") is None
+    with RagCache.open(tmp_path / "reader", quick_reader, **options) as rag:
+        rag.ingest("notes", note)
+        assert rag.collections.calibration("notes", extractive=False) is None
 
 
 @pytest.mark.slow

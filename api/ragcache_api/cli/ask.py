@@ -67,7 +67,7 @@ def ask(
         else:
             ui.print_answer(answer, pieces=stream)
             ui.print_reader_note(rag, collection, answer.answer)
-            ui.print_calibration_note(rag, collection, options)
+            ui.print_calibration_note(rag, collection, answer.answer, options)
             command = ui.warm_command(collection, mode, options)
             ui.print_unkept(rag, f"{command} keeps those of its documents")
         ui.finish_measurement(rag, answer.answer)
@@ -193,6 +193,7 @@ def _ask_other(settings: ServiceSettings, handbook: Path) -> dict[str, OtherAnsw
         return {}
     with ui.errors.status("loading the model"):
         from ragcache import RagCache
+        from ragcache.answers.confidence import GENERAL
     with (
         tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state,
         RagCache.open(
@@ -207,6 +208,7 @@ def _ask_other(settings: ServiceSettings, handbook: Path) -> dict[str, OtherAnsw
         name = rag.internals.shared.model.name
         with progress_bar(f"encoding modules with {name}") as progress:
             rag.ingest("handbook", [handbook], progress=progress)
+        rag.collections.set_calibration("handbook", GENERAL, extractive=False)
         asked = (*QUESTIONS, UNANSWERABLE)
         with progress_bar(f"asking {name}") as progress:
             found = {}

@@ -340,19 +340,28 @@ def finish_measurement(rag: RagCache, answer: Answer) -> None:
             errors.print(str(result), markup=False, soft_wrap=True)
 
 
-def print_calibration_note(rag: RagCache, collection: str, options: ServiceOptions) -> None:
-    """Tell on standard error how a model's answers get checked, if they are not checked yet."""
-    shared = rag.internals.shared
-    if shared.model.extractive or rag.gate.forced or shared.calibration.is_fitted:
+def print_calibration_note(
+    rag: RagCache, collection: str, answer: Answer, options: ServiceOptions
+) -> None:
+    """Tell on standard error how a model's answers get checked, if it has no calibration yet."""
+    calibration = rag.internals.shared.calibration
+    if rag.internals.shared.model.extractive or rag.gate.forced or calibration.is_fitted:
         return
-    if rag.collections.calibration(collection) is None:
-        command = _with_options(["ragcache", "calibrate"], options)
-        errors.print(
+    command = _with_options(["ragcache", "calibrate"], options)
+    in_use = rag.collections.calibration(collection)
+    if in_use is None:
+        note = (
             "No answer of this model is refused yet, whether the documents say it or not. "
-            f"Calibrate it once, which takes some minutes: {command}",
-            markup=False,
-            soft_wrap=True,
+            f"Calibrate it once, which takes some minutes: {command}"
         )
+    elif in_use == calibration.general and answer.finish_reason == "no_answer":
+        note = (
+            "The answer was judged by the calibration of two other models. This model's own takes "
+            f"some minutes, once: {command}"
+        )
+    else:
+        return
+    errors.print(note, markup=False, soft_wrap=True)
 
 
 def print_reader_note(rag: RagCache, collection: str, answer: Answer) -> bool:

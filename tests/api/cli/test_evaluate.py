@@ -171,8 +171,11 @@ def test_a_model_is_calibrated_by_a_command(
     few = replace(whole, questions=whole.questions[:2])
     monkeypatch.setattr(calibration, "builtin_dataset", lambda: few)
     asked = ("ask", QUESTION, "-c", "notes", "--model", float_reader, "--max-tokens", "2")
-    _, _, said = run(*asked)
+    _, _, said = run(*asked, "--min-confidence", "1")
+    assert "judged by the calibration of two other models" in said
     assert f"`ragcache calibrate --model {float_reader}" in said
+    _, _, said = run(*asked, "--instruction", "Answer in one word.")
+    assert "No answer of this model is refused yet" in said
     error_of(run("calibrate", "--json"), "ConfigurationError")
     assert json_of(run("calibrate", "--model", float_reader, "--json")) == {"calibration": None}
     status, out, _ = run("calibrate", "--model", float_reader)
