@@ -192,11 +192,11 @@ and without the documents."""
 
 
 GENERAL = Calibration(
-    bias=-2.1,
-    weights={"free": 3.9, "grounding": 7.6},
-    means={"free": -0.33, "grounding": 0.43},
-    min_confidence=0.25,
-    questions=562,
+    bias=-2.2690,
+    weights={"free": 4.4302, "grounding": 6.4571},
+    means={"free": -0.3829, "grounding": 0.4265},
+    min_confidence=0.2559,
+    questions=281,
 )
 """Calibration of free answers of a model that has none of its own yet: fitted to the answers of two
 models to the built-in questions (`benchmarks/refusals.py`, ADR 98)."""

@@ -398,6 +398,15 @@ class KVStore:
             _once(self, KVStore._keep_reused)
         return len(self._leases.unkept())
 
+    def keep_encoded(self) -> None:
+        """Write recently encoded states to the disk, as if they had been used again.
+
+        A process that ends with its answer calls it, because it has no second use to wait for.
+        """
+        with self.memory.lock:
+            self.memory.reused |= self._leases.unkept()
+        _once(self, KVStore._keep_reused)
+
     def sweep(self) -> None:
         """Run the periodic upkeep.
 

@@ -68,8 +68,7 @@ def ask(
             ui.print_answer(answer, pieces=stream)
             ui.print_reader_note(rag, collection, answer.answer)
             ui.print_calibration_note(rag, collection, answer.answer, options)
-            command = ui.warm_command(collection, mode, options)
-            ui.print_unkept(rag, f"{command} keeps those of its documents")
+        rag.internals.shared.store.keep_encoded()
         ui.finish_measurement(rag, answer.answer)
 
 

@@ -135,16 +135,14 @@ def test_the_instruction_is_part_of_what_states_are_kept_under(
 
 
 @pytest.mark.slow
-def test_what_is_encoded_for_one_answer_is_not_kept_and_said(run: Run, ingested: Path) -> None:
-    shown = ("--max-tokens", 1, "--min-confidence", 0)
-    asked = ("ask", QUESTION, "-c", "notes", "-k", 2, *shown)
-    assert run(*asked)[2] == ""
-    kind = ("--instruction", "Reply in one word.")
-    for _ in range(2):  # each process encodes them anew
-        notice = run(*asked, *kind)[2]
-        assert notice.startswith("2 states were encoded for this and not kept; `ragcache warm note")
-    assert run("warm", "notes", *kind)[0] == 0
-    assert run(*asked, *kind)[2] == ""
+def test_what_is_encoded_for_one_answer_is_kept(run: Run, ingested: Path) -> None:
+    other = ("--instruction", "Reply in one word.", "--max-tokens", 1)
+    asked = ("ask", QUESTION, "-c", "notes", "-k", 2, *other)
+    first, again = (json_of(run(*asked, "--json")) for _ in range(2))
+    assert (first["encoded"], again["encoded"]) == (2, 0), "a preamble and a module"
+    assert {each["tier"] for each in again["sources"]} == {"disk"}
+    assert "states were encoded" not in run(*asked, "--mode", "isolated")[2]
+    assert json_of(run(*asked, "--mode", "isolated", "--json"))["encoded"] == 0
 
 
 @pytest.mark.parametrize("command", ["ask", "chat", "warm", "ingest"])

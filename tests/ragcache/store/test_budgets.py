@@ -85,6 +85,15 @@ def test_states_used_again_are_written_if_something_owns_them(
     assert list(store.disk.keys()) == (keys(number) if kept else [])
 
 
+def test_a_process_that_ends_keeps_what_it_encoded(reopen: Open) -> None:
+    store = reopen()
+    sources(store, 9)
+    sources(store, 255, request=LeaseRequest())
+    store.keep_encoded()
+    assert list(store.disk.keys()) == keys(9), "nothing owns the other"
+    assert store.count_unkept() == 1
+
+
 def test_states_used_again_soon_after_they_went_stay(reopen: Open) -> None:
     store = reopen(6)
     fill(store, *range(8))
