@@ -168,7 +168,7 @@ class Collections:
 
         By default it is the calibration in the package for the embedded reader's quotations, and
         for a model's free answers the calibration that `ragcache.calibration.calibrate_model` has
-        fitted.
+        fitted, or else a general one.
 
         Args:
             collection: The collection.

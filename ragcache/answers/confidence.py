@@ -192,11 +192,11 @@ and without the documents."""
 
 
 GENERAL = Calibration(
-    bias=-2.2690,
-    weights={"free": 4.4302, "grounding": 6.4571},
-    means={"free": -0.3829, "grounding": 0.4265},
-    min_confidence=0.2559,
-    questions=281,
+    bias=-2.7311,
+    weights={"free": 6.0966, "grounding": 6.9774},
+    means={"free": -0.3931, "grounding": 0.4177},
+    min_confidence=0.2859,
+    questions=562,
 )
 """Calibration of free answers of a model that has none of its own yet: fitted to the answers of two
 models to the built-in questions (`benchmarks/refusals.py`, ADR 98)."""
