@@ -2,20 +2,18 @@
 
 A step of few rows takes about the time of reading the weights, of which fp8 halves the bytes. A
 step of many rows multiplies in fp8, at about twice the rate of bfloat16. Each row of a weight has a
-scale, and so has each row of activations, which is rounded to fp8 before a product. Layers over the
-same input are one product. Embeddings, the head, norms and states stay as they are.
+scale, and so has each row of activations, which is rounded to fp8 before a product. Embeddings, the
+head, norms and states stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from ragcache.models.projections import linear_groups, replace_linears
 
 NUMBERS: Final = torch.float8_e4m3fn
 LARGEST: Final = torch.finfo(NUMBERS).max
@@ -46,6 +44,11 @@ class Fp8Linear(nn.Module):
         one = torch.ones((), device=weight.device)
         self.register_buffer("one", one, persistent=False)
 
+    def part(self, rows: slice) -> Fp8Linear:
+        """A layer with some rows of the weight."""
+        bias = None if self.bias is None else self.bias[rows]
+        return Fp8Linear(self.weight[rows], self.scales[:, rows], bias)
+
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None = None) -> Fp8Linear:
         """Round a weight [out, in] to fp8, on its device."""
@@ -58,17 +61,20 @@ class Fp8Linear(nn.Module):
             moved = fn(before)
             if name != "bias" and moved.dtype != before.dtype:
                 moved = before.to(moved.device)
-            setattr(self, name, moved)
+            setattr(self, name, moved.contiguous() if moved.is_cuda else moved)
         return self
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [..., in]; returns [..., out] in its dtype. On a CPU, which is for trials of
         families alone, the weight is restored and the activations are exact."""
-        rows = hidden.reshape(-1, self.in_features)
-        out = self.multiply(rows) if hidden.is_cuda else F.linear(rows, self.restored(rows.dtype))
+        out = self.product(hidden.reshape(-1, self.in_features))
         if self.bias is not None:
             out = out + self.bias
         return out.view(*hidden.shape[:-1], self.out_features)
+
+    def product(self, rows: Tensor) -> Tensor:
+        """The product without the bias. rows: [R, in]; returns [R, out] in their dtype."""
+        return self.multiply(rows) if rows.is_cuda else F.linear(rows, self.restored(rows.dtype))
 
     def multiply(self, rows: Tensor) -> Tensor:
         """The product in fp8. rows: [R, in]; returns [R, out] in their dtype.
@@ -109,25 +115,27 @@ def quantize_fp8(model: nn.Module, head: nn.Module | None, device: torch.device)
         device: Device on which weights are rounded, and stay.
 
     Returns:
-        How many products a pass has in fp8.
+        How many layers are in fp8.
     """
     count = 0
     for owner in [*model.modules()]:
-        for names in linear_groups(owner, packs):
-            layers = [getattr(owner, name) for name in names]
-            if layers[0] is head:
+        for name, layer in [*owner.named_children()]:
+            if layer is head or not isinstance(layer, nn.Linear) or not packs(layer):
                 continue
-            widths = [each.out_features for each in layers]
-            weight = torch.cat([each.weight.detach().to(device) for each in layers])
-            biases = [each.bias.detach().to(device) for each in layers if each.bias is not None]
-            layers.clear()
-            one = Fp8Linear.pack(weight, torch.cat(biases) if biases else None)
-            if len(names) > 1:
-                replace_linears(owner, names, one, widths)
-            else:
-                setattr(owner, names[0], one)
+            bias = None if layer.bias is None else layer.bias.detach().to(device)
+            setattr(owner, name, Fp8Linear.pack(layer.weight.detach().to(device), bias))
             count += 1
     return count
+
+
+def joined_fp8(layers: Sequence[Fp8Linear]) -> Fp8Linear:
+    """One layer with the rows of all layers."""
+    weight, scales = (
+        torch.cat([each.weight.view(torch.uint8) for each in layers]).view(NUMBERS),
+        torch.cat([each.scales for each in layers], 1),
+    )
+    biases = [each.bias for each in layers if each.bias is not None]
+    return Fp8Linear(weight, scales, torch.cat(biases) if biases else None)
 
 
 def packs(module: nn.Module) -> bool:

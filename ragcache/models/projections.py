@@ -9,11 +9,15 @@ replaced by one that returns its columns of the product. The model's own code st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ragcache.models.fp8 import Fp8Linear, joined_fp8
 from ragcache.models.model import CausalLM
+
+Linear = nn.Linear | Fp8Linear
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linear layers that a module calls with the same input."""
@@ -88,10 +92,10 @@ def linear_groups(
     yield from ((name,) for name in single)
 
 
-def plain_linears(owner: nn.Module, names: tuple[str, ...]) -> list[nn.Linear]:
+def plain_linears(owner: nn.Module, names: tuple[str, ...]) -> list[Linear]:
     """The owner's layers of these names, where all are plain, without hooks, and fit each other."""
-    found = [getattr(owner, name, None) for name in names]
-    parts = [p for p in found if type(p) is nn.Linear and not _is_hooked(p)]
+    found: list[Any] = [getattr(owner, name, None) for name in names]
+    parts = [p for p in found if type(p) in (nn.Linear, Fp8Linear) and not _is_hooked(p)]
     kinds = {(p.in_features, p.bias is None, p.weight.dtype, p.weight.device) for p in parts}
     return parts if len(parts) == len(names) and len(kinds) == 1 else []
 
@@ -101,7 +105,7 @@ def _is_hooked(layer: nn.Module) -> bool:
     return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
-def _merge(owner: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) -> None:
+def _merge(owner: nn.Module, names: tuple[str, ...], parts: list[Linear]) -> None:
     """Replace the owner's linear layers. The memory of their weights is freed."""
     linear, widths = joined_linear(parts), [part.out_features for part in parts]
     parts.clear()
@@ -111,16 +115,18 @@ def _merge(owner: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) -> 
         torch.cuda.empty_cache()
 
 
-def joined_linear(parts: list[nn.Linear]) -> nn.Linear:
-    """One linear layer with the rows of all parts."""
+def joined_linear(parts: list[Linear]) -> Linear:
+    """One linear layer with the rows of all parts, which are of one kind."""
     first = parts[0]
+    if isinstance(first, Fp8Linear):
+        return joined_fp8([each for each in parts if isinstance(each, Fp8Linear)])
     with torch.device("meta"):
         linear = nn.Linear(first.in_features, 1, bias=first.bias is not None)
     linear.out_features = sum(part.out_features for part in parts)
     weight = torch.cat([part.weight.detach() for part in parts])
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if first.bias is not None:
-        bias = torch.cat([part.bias.detach() for part in parts])
+        bias = torch.cat([part.bias.detach() for part in parts if part.bias is not None])
         linear.bias = nn.Parameter(bias, requires_grad=False)
     return linear
 

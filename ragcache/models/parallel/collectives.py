@@ -80,6 +80,19 @@ def _shape_of_sum(hidden: Tensor, weight: Tensor, _handle: int) -> Tensor:
     return hidden.new_empty(*hidden.shape[:-1], weight.shape[0])
 
 
+@torch.library.custom_op("ragcache::sum_parts", mutates_args=())
+def sum_parts(part: Tensor, handle: int) -> Tensor:
+    """`Collectives.sum_parts` as compiled layers and CUDA graphs see it. The part, [..., width], is
+    not used afterwards."""
+    total = _registered[handle].sum_parts(part)
+    return total.clone() if total is part else total
+
+
+@sum_parts.register_fake
+def _shape_of_parts(part: Tensor, _handle: int) -> Tensor:
+    return torch.empty_like(part)
+
+
 class SignsOfLife:
     """Numbers of each rank in shared memory, by which the leader sees whether it works.
 

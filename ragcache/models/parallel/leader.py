@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragcache.errors import ConfigurationError, EngineFailed
+from ragcache.models.dtype import FP8
 from ragcache.models.families import wrap_causal
 from ragcache.models.model import CausalLM, Dimensions, ForwardBatch
 from ragcache.models.parallel.collectives import GlooCollectives, SignsOfLife
@@ -185,7 +186,7 @@ def check_options(
         UnsupportedModel: The embedded reader is not split.
     """
     check_device(device, ranks)
-    if quantization is not None:
+    if quantization not in (None, FP8):
         raise ConfigurationError(
             f"tensor_parallel={ranks}: packed weights are not split; leave quantization="
             f"{quantization!r} out, or tensor_parallel"

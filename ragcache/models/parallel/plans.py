@@ -20,11 +20,13 @@ from transformers import PreTrainedModel
 
 from ragcache.errors import UnsupportedModel
 from ragcache.models.families import family_of
+from ragcache.models.fp8 import WORD, Fp8Linear, joined_fp8
 from ragcache.models.hf_patch import patch_attention
 from ragcache.models.model import Dimensions
 from ragcache.models.parallel.collectives import (
     Collectives,
     register_collectives,
+    sum_parts,
     sum_products,
 )
 from ragcache.models.recurrent import LayerKinds
@@ -57,6 +59,17 @@ class RowParallel(nn.Module):
         """hidden: [..., in_features / ranks]; returns [..., out_features]."""
         total: Tensor = sum_products(hidden, self.weight, self.handle)
         return total if self.bias is None else total + self.bias
+
+
+class Fp8RowParallel(Fp8Linear):
+    """`RowParallel` over weights in fp8. A rank rounds its own part of the activations."""
+
+    handle: int
+    """Handle of the sums (`register_collectives`), once `attach` has set it."""
+
+    def product(self, rows: Tensor) -> Tensor:
+        total: Tensor = sum_parts(super().product(rows), self.handle)
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +173,7 @@ def attach(shard: Any, collectives: Collectives) -> None:
     """Give the layers of a rank's model the sums over all ranks."""
     handle = register_collectives(collectives)
     for module in shard.modules():
-        if isinstance(module, RowParallel):
+        if isinstance(module, RowParallel | Fp8RowParallel):
             module.handle = handle
 
 
@@ -197,23 +210,26 @@ def _head_parts(config: Any, ranks: int) -> HeadParts:
     return HeadParts(heads, kv_heads, ranks)
 
 
-def _check_layers(model: Any, plan: Mapping[str, str], parts: HeadParts) -> dict[str, nn.Linear]:
+def _check_layers(model: Any, plan: Mapping[str, str], parts: HeadParts) -> dict[str, Any]:
     """Return the linear layers that the plan splits. Raises `UnsupportedModel` if the result of
     another layer, or of a weight between them, would be wrong."""
     config, ranks, dim = model.config, parts.ranks, Dimensions.of(model.config).head_dim
-    split = {}
+    split: dict[str, Any] = {}
+    module: Any
     for name, module in _layer_modules(model):
         style = _style(name, plan)
-        if isinstance(module, nn.Linear) or style in (COLUMNS, ROWS):
+        if isinstance(module, nn.Linear | Fp8Linear) or style in (COLUMNS, ROWS):
             if style not in (COLUMNS, ROWS):
                 _refuse(config, ranks, f"have a layer that the plan does not split ({name})")
-            if type(module) is not nn.Linear:
+            if type(module) not in (nn.Linear, Fp8Linear):
                 _refuse(config, ranks, f"have packed weights here, which are not split ({name})")
             width = module.out_features if style == COLUMNS else module.in_features
             kind = name.rsplit(".", 1)[-1]
             even = width // 2 if kind == _TWO_HALVES else width
             if even % ranks and kind not in (*_KEY_HEADS, _QUERIES_TOO):  # heads are checked
                 _refuse(config, ranks, f"have a layer of {width} that cannot be split ({name})")
+            if isinstance(module, Fp8Linear) and width // ranks % WORD:
+                _refuse(config, ranks, f"have a layer of {width} that fp8 cannot split ({name})")
             split[name] = module
     if not split:
         _refuse(config, ranks, "have no layers of the names in their plan")
@@ -239,13 +255,23 @@ def _style(name: str, plan: Mapping[str, str]) -> str | None:
 
 
 def _part(
-    name: str, linear: nn.Linear, plan: Mapping[str, str], rank: int, parts: HeadParts, join: Join
+    name: str,
+    linear: nn.Linear | Fp8Linear,
+    plan: Mapping[str, str],
+    rank: int,
+    parts: HeadParts,
+    join: Join,
 ) -> nn.Module:
     """The part of a linear layer that a rank has."""
     if _style(name, plan) == ROWS:
         here = _even_part(linear.in_features, rank, parts.ranks)
+        if isinstance(linear, Fp8Linear):  # rounded by whole rows, as by one process
+            return Fp8RowParallel(linear.weight[:, here], linear.scales, linear.bias)
         return RowParallel(linear.weight.detach()[:, here], linear.bias)
     columns = _columns(name, linear.out_features, rank, parts)
+    if isinstance(linear, Fp8Linear):
+        sections = [linear.part(here) for here in columns]
+        return sections[0] if len(sections) == 1 else joined_fp8(sections)
     if len(columns) == 1:
         return _linear(linear, lambda weight: weight[columns[0]])
     return _linear(linear, lambda weight: join([weight[here] for here in columns]))

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from ragcache.errors import ConfigurationError, UnsupportedModel
+from ragcache.models import wrap_causal
 from ragcache.models.dtype import check_quantization
 from ragcache.models.fp8 import LARGEST, NUMBERS, Fp8Linear, quantize_fp8, rounded
 from ragcache.models.model import model_fingerprint
-from ragcache.models.projections import ProjectionSlice
+from ragcache.models.projections import ProjectionSlice, merge_projections
 from ragcache.models.quantized import check_family
 from tests.tiny_models import random_tokens, tiny_model
 
@@ -61,19 +62,23 @@ def test_numbers_keep_their_type_when_a_layer_is_converted() -> None:
 
 
 @torch.inference_mode()
-def test_layers_over_one_input_are_one_product() -> None:
+def test_layers_are_rounded_and_merged_later() -> None:
     model = tiny_model("llama", intermediate_size=128)
     ids = torch.tensor([random_tokens(24)])
     exact = model(ids, use_cache=False).logits
     before = model_fingerprint(model)
     count = quantize_fp8(model, model.get_output_embeddings(), CPU)
-    assert count == 4 * model.config.num_hidden_layers
+    assert count == 7 * model.config.num_hidden_layers
     assert type(model.lm_head) is torch.nn.Linear
-    assert isinstance(model.model.layers[0].mlp.gate_proj, ProjectionSlice)
     assert isinstance(model.model.layers[0].mlp.down_proj, Fp8Linear)
-    error = (model(ids, use_cache=False).logits - exact).std() / exact.std()
+    rounded_logits = model(ids, use_cache=False).logits
+    error = (rounded_logits - exact).std() / exact.std()
     assert 0 < float(error) < 0.1
     assert model_fingerprint(model) != before
+    assert merge_projections(wrap_causal(model)) == 2 * model.config.num_hidden_layers
+    assert isinstance(model.model.layers[0].mlp.gate_proj, ProjectionSlice)
+    merged = model(ids, use_cache=False).logits
+    torch.testing.assert_close(merged, rounded_logits, rtol=1e-4, atol=1e-5)
 
 
 def test_families_are_tried_with_rounded_weights() -> None:

@@ -18,6 +18,7 @@ from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM, trial, wrap_causal
 from ragcache.models.checkpoint import text_class
 from ragcache.models.families import FAMILIES, family_of
+from ragcache.models.fp8 import quantize_fp8
 from ragcache.models.parallel.leader import ParallelLM
 from ragcache.models.parallel.plans import check_split, weights_of
 from ragcache.states import KVStates
@@ -177,3 +178,30 @@ def test_states_are_read_by_any_number_of_ranks(parallel: ParallelLM) -> None:
         for states in (ours, theirs)
     }
     assert len(answers) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_weights_in_fp8_are_those_of_one_process(family: str) -> None:
+    """Both round whole rows of the weights; on a CPU activations are exact."""
+
+    def rounded_model() -> CausalLM:
+        model = tiny_model(family, intermediate_size=128, hidden_size=64)
+        assert quantize_fp8(model, model.get_output_embeddings(), torch.device("cpu"))
+        return wrap_causal(model)
+
+    whole, other = rounded_model(), rounded_model()
+    fingerprint = other.fingerprint
+    expected = answers(whole)
+    with closing(split_in_threads(other, 2)) as split:
+        assert split.fingerprint == fingerprint == whole.fingerprint
+        states, found = answers(split)
+    assert found == expected[1]
+    for ours, theirs in zip(states, expected[0], strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, **CLOSE)
+
+
+def test_weights_in_fp8_that_cannot_be_split_are_refused() -> None:
+    model = tiny_model("llama", intermediate_size=48)
+    quantize_fp8(model, model.get_output_embeddings(), torch.device("cpu"))
+    with pytest.raises(UnsupportedModel, match="fp8 cannot split"):
+        split_in_threads(wrap_causal(model), 2)
