@@ -56,6 +56,7 @@ def test_histories_are_the_same_over_several_devices() -> None:
     faulthandler.dump_traceback_later(280, exit=True)
     alone = wrap_causal(tiny_model("llama", **SIZES).to("cuda:0"))
     together = split()
+    preempted = evicted = 0
     for seed in range(HISTORIES):
         begin = time.monotonic()
         expected = history(alone, seed)
@@ -63,7 +64,8 @@ def test_histories_are_the_same_over_several_devices() -> None:
         found = history(together, seed)
         print(
             f"history {seed}: {middle - begin:.1f} s alone, {time.monotonic() - middle:.1f} s over "
-            f"{RANKS}; {expected.stats}", flush=True
+            f"{RANKS}; {expected.evicted} evicted, {expected.refused} refused; {expected.stats}",
+            flush=True,
         )  # fmt: skip
         differ = [
             (number, ours, theirs)
@@ -75,10 +77,15 @@ def test_histories_are_the_same_over_several_devices() -> None:
         assert not differ, differ[:3]
         for name in ("steps", "prompt_tokens", "decoded_tokens", "encoded_tokens", "preempted"):
             assert getattr(found.stats, name) == getattr(expected.stats, name), name
+        assert (found.evicted, found.refused) == (expected.evicted, expected.refused)
+        preempted += expected.stats.preempted
+        evicted += expected.evicted
         for ours, theirs in zip(found.encoded, expected.encoded, strict=True):
             here = together.key_heads
             torch.testing.assert_close(ours.keys, theirs.keys[:, here], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(ours.values, theirs.values[:, here], rtol=1e-4, atol=1e-5)
+    assert preempted > 2 * HISTORIES
+    assert evicted > 10 * HISTORIES
     together.close()
     faulthandler.cancel_dump_traceback_later()
 

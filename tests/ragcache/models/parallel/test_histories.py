@@ -23,6 +23,7 @@ def assert_alike(found: History, expected: History) -> None:
     assert found.outcomes == expected.outcomes
     for name in ("steps", "prompt_tokens", "decoded_tokens", "encoded_tokens", "preempted"):
         assert getattr(found.stats, name) == getattr(expected.stats, name), name
+    assert (found.evicted, found.refused) == (expected.evicted, expected.refused)
     for ours, theirs in zip(found.encoded, expected.encoded, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys, **CLOSE)
         torch.testing.assert_close(ours.values, theirs.values, **CLOSE)
@@ -57,7 +58,9 @@ def test_histories_have_everything_that_they_are_for(causal: CausalLM) -> None:
     history = run_history(causal, 100)
     ends = Counter(each if isinstance(each, str) else each[0][1] for each in history.outcomes)
     assert {"RequestCancelled", "DeadlineExceeded", "length", "stop"} <= ends.keys()
-    assert history.stats.preempted
+    assert history.stats.preempted > 10
+    assert history.evicted > 50
+    assert history.refused, "requests read all of a full tier"
     assert history.stats.shared_tokens
     assert history.encoded
     assert any(len(each) == 3 for each in history.outcomes if not isinstance(each, str))
