@@ -4,6 +4,7 @@
     python benchmarks/tensor_parallel.py tiers --ranks 2 --json tiers.json
     python benchmarks/tensor_parallel.py shape --ranks 1 --shape 8b --json one.json
     python benchmarks/tensor_parallel.py shape --ranks 2 --shape 8b --json two.json
+    python benchmarks/tensor_parallel.py shape --ranks 2 --shape 70b --fp8 --json large.json
     python benchmarks/tensor_parallel.py sums --ranks 2 --json sums.json
 
 `parity` compares answers in float32 with one GPU's. `shape` measures a model of random weights, and
@@ -54,7 +55,7 @@ from ragcache.machine import new_event, new_stream
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.parallel import ranks as ranks_module
 from ragcache.models.parallel.device_leader import split_over_devices
-from ragcache.models.parallel.device_model import DeviceChannel, DeviceParallelLM
+from ragcache.models.parallel.device_model import DeviceParallelLM
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import StoredStates, wait_for_arrival
 from ragcache.states.serialization import to_blob
@@ -75,8 +76,11 @@ def say(text: str) -> None:
     print(f"[{time.perf_counter() - _begin:6.1f} s] {text}", flush=True)
 
 
-def drawn_model(shape: LlamaShape, dtype: torch.dtype, device: str) -> Any:
-    """A model whose weights repeat a short run of random numbers: no figure depends on them."""
+def drawn_model(shape: LlamaShape, dtype: torch.dtype, device: str, *, fp8: bool = False) -> Any:
+    """A model whose weights repeat a short run of random numbers: no figure depends on them.
+
+    fp8: whether the layers have weights in fp8, which are drawn as such.
+    """
     from transformers import LlamaForCausalLM
 
     config = shape.config(dtype)
@@ -90,6 +94,8 @@ def drawn_model(shape: LlamaShape, dtype: torch.dtype, device: str) -> Any:
         shared = torch.empty(max(each.numel() for each in model.parameters()), dtype=dtype)
         for part in torch.split(shared, len(run)):
             part.copy_(run[: len(part)])
+    if fp8:
+        draw_fp8(model, run)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.dim() == 1:
@@ -102,6 +108,25 @@ def drawn_model(shape: LlamaShape, dtype: torch.dtype, device: str) -> Any:
                     part.copy_(run[: len(part)])
             setattr(module, name, torch.nn.Parameter(weight, requires_grad=False))
     return model
+
+
+def draw_fp8(model: Any, run: torch.Tensor) -> None:
+    """Give the layers of a model without weights weights in fp8. On a CPU they share memory."""
+    from ragcache.models.fp8 import NUMBERS, Fp8Linear, packs
+
+    largest = max(each.weight.numel() for each in model.model.modules() if packs(each))
+    numbers = run.to(NUMBERS).view(torch.uint8)
+    shared = torch.empty(largest if run.device.type == "cpu" else 0, dtype=torch.uint8)
+    for part in torch.split(shared, len(numbers)):
+        part.copy_(numbers[: len(part)])
+    for owner in [*model.model.modules()]:
+        for name, layer in [*owner.named_children()]:
+            if not packs(layer):
+                continue
+            shape, count = layer.weight.shape, layer.weight.numel()
+            weight = shared[:count] if len(shared) else numbers.repeat(-(-count // len(numbers)))
+            scales = torch.ones(1, shape[0], device=run.device)
+            setattr(owner, name, Fp8Linear(weight[:count].view(NUMBERS).view(shape), scales, None))
 
 
 def model_over(whole: Callable[[str], Any], ranks: int, device: str, mark: str = "") -> CausalLM:
@@ -293,7 +318,7 @@ class ShapeBench:
         self.device, self.tiny = torch.device(options.device), options.shape == "tiny"
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.causal = model_over(
-            lambda device: drawn_model(self.shape, dtype, device),
+            lambda device: drawn_model(self.shape, dtype, device, fp8=options.fp8),
             options.ranks, options.device, "random weights",
         )  # fmt: skip
         gc.collect()
@@ -315,7 +340,7 @@ class ShapeBench:
             pool_bytes=blocks * 64 * self.causal.computed_bytes_per_token,
         )  # fmt: skip
         self.figures: dict[str, Any] = {}
-        self.sending = [0.0, 0]
+        self.sent: list[float] = []
         self._watch_messages()
         self.engine = LLMEngine(self.causal, config)
         [self.root] = self.engine.encode([EncodeJob(self.draw(PREAMBLE))])
@@ -338,26 +363,30 @@ class ShapeBench:
         return Request(context, new_tokens, ignore_eos=True)
 
     def _watch_messages(self) -> None:
-        post, counted = DeviceChannel._post, self.sending
+        """Time the messages of steps, each from its layout to the ring."""
+        if self.causal.ranks == 1:
+            return
+        from ragcache.engine.device_ranks import LeadingRunner
 
-        def timed(channel: DeviceChannel, message: Any) -> None:
+        send, sent = LeadingRunner._send_step, self.sent
+
+        def timed(*args: Any) -> None:
             begin = time.perf_counter()
-            post(channel, message)
-            counted[0] += time.perf_counter() - begin
-            counted[1] += 1
+            send(*args)
+            sent.append(time.perf_counter() - begin)
 
-        setattr(DeviceChannel, "_post", timed)  # noqa: B010
+        setattr(LeadingRunner, "_send_step", timed)  # noqa: B010
 
     def attempt(self, name: str, measure: Callable[[], Any]) -> None:
-        before = list(self.sending)
+        self.sent.clear()
         stats = replace(self.engine.stats)
         try:
             self.figures[name] = measure()
         except Exception as error:
             self.figures[name] = {"error": repr(error)[:500]}
-        messages = self.sending[1] - before[1]
-        if messages:
-            self.figures[name]["send_ms"] = 1e3 * (self.sending[0] - before[0]) / messages
+        if self.sent:
+            self.figures[name]["send_ms"] = 1e3 * statistics.median(self.sent)
+            self.figures[name]["send_mean_ms"] = 1e3 * statistics.mean(self.sent)
         steps = self.engine.stats.steps - stats.steps
         if steps:
             for part in ("planning", "sampling", "forward", "idle"):
@@ -474,7 +503,7 @@ def shape(options: argparse.Namespace) -> dict[str, Any]:
         bench.run()
     finally:
         result = {"figures": bench.figures, "ranks": options.ranks, "shape": options.shape,
-                  "layers": bench.shape.num_layers}  # fmt: skip
+                  "layers": bench.shape.num_layers, "fp8": options.fp8}  # fmt: skip
         save(options, result)
     bench.engine.close()
     if options.ranks > 1:
@@ -586,6 +615,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--shape", default="8b", choices=ALL_SHAPES)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--fp8", action="store_true", help="weights of layers in fp8")
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--runs", type=int, default=25)

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import torch
 
-from ragcache.engine.device_ranks import DeviceFollower
+from ragcache.engine.device_ranks import DeviceFollower, read_device_message
 from ragcache.machine import frozen_heap
 from ragcache.models.parallel.collectives import Collectives, GlooCollectives
 from ragcache.models.parallel.device_leader import DeviceSetup
@@ -63,6 +63,6 @@ def follow_device(follower: DeviceFollower, process: RankProcess, ring: RingRead
         while True:
             content = ring.read()
             waiting[rank] = time.monotonic()
-            read_message(content, process.memory, follower.regions).run(follower)
+            read_device_message(content, process.memory, follower.regions).run(follower)
             ring.done()
             waiting[rank] = 0.0

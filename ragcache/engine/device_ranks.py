@@ -7,11 +7,13 @@ Graphs are captured at the same steps on every rank, since all ranks count alike
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import accumulate, chain, pairwise
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ from torch import Tensor
 from ragcache.attention.triton.launch import StepKind
 from ragcache.attention.triton.plan import TableOverflow
 from ragcache.attention.triton.tables import TableContent
+from ragcache.engine.batch import ScheduledChunk
+from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.device_runner import DeviceLaunch, DeviceModelRunner
 from ragcache.machine import new_stream
 from ragcache.models.parallel.collectives import SignsOfLife
@@ -27,7 +31,16 @@ from ragcache.models.parallel.device_copies import FollowedCopies
 from ragcache.models.parallel.device_memory import FollowerRegions
 from ragcache.models.parallel.device_model import DeviceParallelLM, DeviceRankLM, finalize
 from ragcache.models.parallel.memory import MappedMemory
+from ragcache.models.parallel.messages import read_message
+from ragcache.models.parallel.ring import Part
 from ragcache.states import Arrival
+
+
+class DeviceMessage(Protocol):
+    """A message of the leader."""
+
+    def run(self, follower: DeviceFollower) -> None:
+        """Carry the message out."""
 
 
 class RankRunner(DeviceModelRunner):
@@ -38,6 +51,15 @@ class RankRunner(DeviceModelRunner):
     def _prepare(self) -> None:
         with self.model.alone():  # ranks take their own time to compile
             super()._prepare()
+
+    def warm_up(self) -> None:
+        super().warm_up()
+        width = -(-self.model.logits_width // self.model.collectives.ranks)
+        self.model.gather_logits(torch.zeros(2, width, dtype=self.model.dtype, device=self.device))
+
+    def _run(self, launch: DeviceLaunch, previous: Tensor | None) -> Tensor:
+        # behind the graph, which computes the logits of more rows than the step wants
+        return self.model.gather_logits(super()._run(launch, previous))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +126,13 @@ class ReadEightBits:
         follower.runners[self.number]._read_eight_bits()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FollowedStep:
-    """Message: a step that the leader launches."""
+    """Message: a step that the leader launches.
+
+    It crosses as a run of int64 and the lines of its tables, since it precedes every step: a
+    pickled message takes both ranks several times as long.
+    """
 
     number: int
     eager: bool
@@ -120,15 +146,57 @@ class FollowedStep:
     """Number of first rows whose tokens only the leader's device knows."""
     layers: int | None
     """Number of first layers, if only these are computed."""
-    waits: tuple[int, ...]
+    waits: Sequence[int]
     """Batches of uploads that the step reads and has to wait for."""
-    others: tuple[int, ...]
+    others: Sequence[int]
     """Batches that have not arrived, and that the step does not read."""
     content: TableContent
 
     def run(self, follower: DeviceFollower) -> None:
         arrivals = follower.copies.arrivals(self.waits, self.others)
         follower.runners[self.number].follow(self, follower.regions, arrivals)
+
+    def parts(self) -> Sequence[Part]:
+        """Lay out the message for `read_device_message`."""
+        lists = self.waits, self.others, self.content.lines
+        head = (
+            *(_STEP_MARK, self.number, self.eager, _KINDS.index(self.kind), self.rows),
+            *(self.logits, self.bucket or 0, self.follows, self.layers or 0),
+            *map(len, lists),
+            *chain.from_iterable(lists),
+        )
+        return struct.pack(f"={len(head)}q", *head), *self.content.parts
+
+    @classmethod
+    def read(cls, content: memoryview) -> FollowedStep:
+        """Read a message. Its tables stay where `content` lies."""
+        words = content.cast("q")
+        head = words[:_STEP_WORDS].tolist()
+        _, number, eager, kind, rows, logits, bucket, follows, layers, *counts = head
+        ends = list(accumulate(counts, initial=_STEP_WORDS))
+        waits, others, lines = (words[begin:end].tolist() for begin, end in pairwise(ends))
+        tables = TableContent(lines, (content[8 * ends[-1] :],))
+        return cls(
+            *(number, bool(eager), _KINDS[kind], rows, logits, bucket or None, follows),
+            *(layers or None, waits, others, tables),
+        )
+
+
+_KINDS: Final[tuple[StepKind, ...]] = ("decode", "mixed")
+_STEP_MARK: Final = 1
+"""First int64 of a step. No pickled object begins with such a byte."""
+_STEP_WORDS: Final = 12
+"""Int64 of a step before its lists."""
+
+
+def read_device_message(
+    content: memoryview, memory: MappedMemory, regions: FollowerRegions
+) -> DeviceMessage:
+    """Return a message of the leader. A step's tables are read while it runs."""
+    if content[0] == _STEP_MARK:
+        return FollowedStep.read(content)
+    found: DeviceMessage = read_message(content, memory, regions)
+    return found
 
 
 class LeadingRunner(RankRunner):
@@ -156,6 +224,15 @@ class LeadingRunner(RankRunner):
                 self._channel.send(Prepare(self._number))
                 super()._prepare()
 
+    def prepare_batch(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        previous: Tensor | None = None,
+        decoding: DecodeBatch | None = None,
+    ) -> Callable[[], Tensor]:
+        self._channel.wake()  # while this rank plans
+        return super().prepare_batch(chunks, previous, decoding)
+
     def _run(self, launch: DeviceLaunch, previous: Tensor | None) -> Tensor:
         with self._leading():
             return super()._run(launch, previous)
@@ -172,21 +249,20 @@ class LeadingRunner(RankRunner):
     ) -> None:
         batch, bucket = launch.batch, launch.bucket
         waits, others = self.model.copies.waits(launch.arrivals)
-        self._channel.send(
-            FollowedStep(
-                self._number,
-                launch.tables is self._eager_tables,
-                batch.kind,
-                batch.rows,
-                batch.logits,
-                None if bucket is None else bucket.rows,
-                0 if previous is None else len(launch.follows),
-                launch.chunks[0].layers if launch.chunks else None,
-                waits,
-                others,
-                content,
-            )
+        step = FollowedStep(
+            self._number,
+            launch.tables is self._eager_tables,
+            batch.kind,
+            batch.rows,
+            batch.logits,
+            None if bucket is None else bucket.rows,
+            0 if previous is None else len(launch.follows),
+            launch.chunks[0].layers if launch.chunks else None,
+            waits,
+            others,
+            content,
         )
+        self._channel.send_parts(*step.parts())
 
     def _take_tokens(self, launch: DeviceLaunch, previous: Tensor) -> None:
         super()._take_tokens(launch, previous)

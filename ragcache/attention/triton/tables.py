@@ -45,6 +45,9 @@ COUNTS: Final = 16
 STEP_SECTIONS: Final = 7
 """Number of sections of `StepArrays`, which come last."""
 
+_ADDRESSES: Final = ((1, "bases", 2 * BASE_WIDTH), (2, "scales", 2 * SCALES_WIDTH))
+"""Sections whose rows begin with two addresses: their numbers, names and words of a row."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableViews:
@@ -93,10 +96,10 @@ class TableViews:
 class TableContent:
     """The lines that an upload copies, as they cross to the tables of another rank."""
 
-    lines: tuple[int, ...]
+    lines: Sequence[int]
     """Number of lines of each section."""
-    content: bytes
-    """The lines of all sections."""
+    parts: Sequence[memoryview]
+    """The lines of all sections, in one part or more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +155,8 @@ class AttentionTables:
         row_ptr = host["row_ptr"]
         row_ptr[: plan.rows + 1] = plan.row_ptr
         row_ptr[plan.rows + 1 :] = entries
-        wide = COUNTS, 2 * BASE_WIDTH * bases, 2 * SCALES_WIDTH * bases, ITEM_WIDTH * items
+        scales = 2 * SCALES_WIDTH * bases if plan.quantized_items else 0  # else nothing reads them
+        wide = COUNTS, 2 * BASE_WIDTH * bases, scales, ITEM_WIDTH * items
         words = (*wide, *[entries] * 5, len(row_ptr))  # four fields of entries, row_entries
         lines[:-STEP_SECTIONS] = [-(-count // LINE_WORDS) for count in words]
 
@@ -192,10 +196,9 @@ class AttentionTables:
             move: Puts addresses of this rank in place of the other's.
         """
         host = self._memory.receive(given)
-        for name, words in (("bases", 2 * BASE_WIDTH), ("scales", 2 * SCALES_WIDTH)):
-            number = next(n for n, each in enumerate(self._memory.sections) if each.name == name)
-            rows = given.lines[number] * LINE_WORDS // words
-            move(host[name][:rows, :2])
+        for number, name, words in _ADDRESSES:
+            if rows := given.lines[number] * LINE_WORDS // words:
+                move(host[name][:rows, :2])
         self._memory.upload()
 
 
@@ -279,6 +282,8 @@ class _TableMemory:
             for _ in range(HOST_BUFFERS if pinned else 1)
         ]
         self.buffers: list[Int32s] = [each.numpy() for each in self._ring]
+        self._bytes = [each.reshape(-1).view(np.uint8).data for each in self.buffers]
+        self._begins = [LINE_BYTES * each.first_line for each in sections]
         self._arrays = [_host_arrays(sections, memory) for memory in self.buffers]
         self._places = [memory.reshape(-1)[: 2 * len(sections)] for memory in self.buffers]
         for places in self._places:
@@ -314,18 +319,23 @@ class _TableMemory:
 
     def content(self) -> TableContent:
         """The lines wanted of all sections."""
-        wanted = zip(self.sections, self.lines, strict=True)
-        parts = [self.buffer[each.first_line : each.first_line + n] for each, n in wanted if n]
-        return TableContent(tuple(self.lines), b"".join(each.tobytes() for each in parts))
+        content = self._bytes[self._at]
+        parts = [
+            content[begin : begin + LINE_BYTES * count]
+            for begin, count in zip(self._begins, self.lines, strict=True)
+            if count
+        ]
+        return TableContent(self.lines, parts)
 
     def receive(self, given: TableContent) -> dict[str, NDArray[Any]]:
         """Fill the sections of the next upload. Returns them."""
-        host = self.open_host()
-        content, at = np.frombuffer(given.content, np.int32).reshape(-1, LINE_WORDS), 0
-        for section, count in zip(self.sections, given.lines, strict=True):
-            into = self.buffer[section.first_line : section.first_line + count]
-            into[:] = content[at : at + count]
-            at += count
+        host, (content,) = self.open_host(), given.parts
+        into, at = self._bytes[self._at], 0
+        for begin, count in zip(self._begins, given.lines, strict=True):
+            if count:
+                nbytes = LINE_BYTES * count
+                into[begin : begin + nbytes] = content[at : at + nbytes]
+                at += nbytes
         self.lines[:] = given.lines
         return host
 

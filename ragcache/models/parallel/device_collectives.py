@@ -102,7 +102,7 @@ class DeviceCollectives:
         return total.view(*hidden.shape[:-1], width)
 
     def gather_columns(self, part: Tensor, width: int) -> Tensor:
-        """See `Collectives.gather_columns`. Every rank gets all columns."""
+        """See `Collectives.gather_columns`."""
         if self.alone or not len(part):
             return part.new_empty(len(part), width)
         most = -(-width // self.ranks)
@@ -111,6 +111,8 @@ class DeviceCollectives:
         part = part.contiguous()
         if self._shared is not None and self._shared.gathers(part):
             whole: Tensor = self._shared.gather_columns(part)
+            if self.rank:
+                return part
         else:
             parts = part.new_empty(self.ranks * len(part), most)
             self._distributed.all_gather_into_tensor(parts, part)

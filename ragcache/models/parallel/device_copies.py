@@ -3,6 +3,9 @@
 The leader's tiers choose the copies. A follower copies the same places, on streams of its own:
 uploads follow all work that it has queued before, and a step waits for the uploads that it reads,
 layer by layer. So nothing depends on how far a follower lags behind.
+
+Copies between main memory and devices cross as numbers (`Crossings`), of which a rank reads its
+addresses without looking at a tensor: a step waits for the last of them to be queued.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -23,6 +27,15 @@ from torch import Tensor
 from ragcache.errors import EngineFailed
 from ragcache.machine import new_event, new_stream
 from ragcache.models.parallel.collectives import SignsOfLife
+from ragcache.models.parallel.device_memory import FollowerRegions
+from ragcache.models.parallel.layer_copies import (
+    SOURCE,
+    TARGET,
+    Runs,
+    copy_runs,
+    pieces_of,
+    runs_of,
+)
 from ragcache.models.parallel.memory import HEAD, MappedMemory
 from ragcache.states import Arrival
 from ragcache.states.kv import CopyEvent
@@ -33,25 +46,69 @@ CopyTensor = Callable[[Tensor, Tensor], None]
 _NAP = 50e-6  # seconds between two looks at a follower's copies
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Crossings:
+    """Copies of states between the memory of all ranks and each rank's own heads on its device."""
+
+    runs: Runs
+    """The leader's copies. Addresses in main memory are places in the memory of all ranks, of the
+    first of all heads."""
+    head_bytes: NDArray[np.int64]
+    """[n], bytes of a head in main memory. 0 where each rank has all heads."""
+    up: bool
+    """Whether the copies go to the devices."""
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Tensor, Tensor]], address: int, *, up: bool) -> Crossings:
+        """Describe copies, each to the first from the second tensor.
+
+        Args:
+            pairs: Tensors [L, H, S, D], of all heads in the memory of all ranks and of the leader's
+                heads on its device.
+            address: Address of the memory of all ranks.
+            up: Whether the copies go to the devices.
+        """
+        runs = runs_of(pairs)
+        runs[:, SOURCE if up else TARGET] -= address
+        heads = [(each[1 - up].shape[1], each[up]) for each in pairs]
+        sizes = [
+            each.stride(1) * each.itemsize if each.shape[1] > own else 0 for own, each in heads
+        ]
+        return cls(runs, np.array(sizes, np.int64), up)
+
+    def addressed(
+        self, address: int, first_head: int, move: Callable[[NDArray[np.int64]], None]
+    ) -> Runs:
+        """Return the copies of a rank.
+
+        Args:
+            address: Address of the memory of all ranks.
+            first_head: The rank's first key head.
+            move: Puts addresses of the rank's device in place of the leader's.
+        """
+        here, there = (SOURCE, TARGET) if self.up else (TARGET, SOURCE)
+        runs = self.runs.copy()
+        runs[:, here] += address + first_head * self.head_bytes
+        move(runs[:, there])
+        return runs
+
+
 @dataclass(frozen=True, slots=True)
 class TierCopies:
-    """Message: copies of states, each to the first from the second tensor.
-
-    Uploads of one batch are several messages, each of which completes some layers.
-    """
+    """Message: copies of states."""
 
     way: Way
     number: int
-    pairs: tuple[tuple[Tensor, Tensor], ...]
-    batch: int
-    end: int
-    """Layers that the batch's messages have copied so far."""
-    last: bool
-    """Whether the batch is complete."""
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    """Copies on the devices, each to the first from the second tensor."""
+    crossings: Crossings
+    """Copies between main memory and the devices."""
+    ends: Sequence[int] = ()
+    """Layers with which pieces of an upload end, for which steps wait one by one."""
 
     def run(self, follower: Any) -> None:
         """Copy the heads of a follower."""
-        follower.copies.run(self)
+        follower.copies.run(self, follower.regions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +187,7 @@ class LeaderCopies:
         self._numbers = 0
         self._arrivals: WeakKeyDictionary[Arrival, int] = WeakKeyDictionary()
         self._staged = deque[tuple[int, Tensor]]()
-        self._late = deque[tuple[int, CopyEvent]]()  # batches, and the ends of the leader's parts
+        self._late = deque[tuple[int, CopyEvent]]()  # uploads, and the ends of the leader's parts
 
     @property
     def heads(self) -> int:
@@ -161,15 +218,8 @@ class LeaderCopies:
         """End the registrations of the other mappings, in a finalizer."""
         self._channel.ended.append(UnpinMemory(address - self._channel.arena.address))
 
-    def batch(self) -> int:
-        """Return a number for a batch of uploads."""
-        number: int = self._channel.number()
-        return number
-
     @contextmanager
-    def copying(
-        self, way: Way, batch: int = 0, end: int = 0, *, last: bool = True
-    ) -> Iterator[tuple[CopyTensor, int]]:
+    def copying(self, way: Way) -> Iterator[tuple[CopyTensor, int]]:
         """Yield a function that copies states on every rank, and the number of these copies.
 
         This rank queues its copies at the end of the block, each on the stream that was current
@@ -177,9 +227,6 @@ class LeaderCopies:
 
         Args:
             way: Which streams copy.
-            batch: Batch of an upload.
-            end: Layers of the batch that have then been copied.
-            last: Whether the batch is then complete.
         """
         pairs, streams = list[tuple[Tensor, Tensor]](), list[Any]()
 
@@ -190,11 +237,56 @@ class LeaderCopies:
         with self._channel.launching():
             self._numbers += 1
             yield copy, self._numbers
+            crosses = [self._crosses(pair) for pair in pairs]
+            crossing = Crossings.of(
+                list(compress(pairs, crosses)), self._address, up=way != "download"
+            )
+            others = [pair for pair, each in zip(pairs, crosses, strict=True) if not each]
             # the others begin while this rank queues its own copies
-            self._channel.send(TierCopies(way, self._numbers, tuple(pairs), batch, end, last))
+            self._channel.send(TierCopies(way, self._numbers, others, crossing))
             for (target, source), stream in zip(pairs, streams, strict=True):
                 with nullcontext() if stream is None else torch.cuda.stream(stream):
                     self._model.copy_heads(target, source)
+
+    def upload(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        ends: Sequence[int],
+        record: Callable[[], CopyEvent],
+    ) -> tuple[list[CopyEvent], int]:
+        """Copy states to the devices of all ranks, on the current stream: the first layers of all
+        of them, and so on.
+
+        Args:
+            pairs: Tensors of the leader's device, and sources of all heads in main memory.
+            ends: Layers with which the pieces end.
+            record: Returns an event behind the copies that are queued on the current stream.
+
+        Returns:
+            The events of the leader's pieces, and the number of the copies.
+        """
+        with self._channel.launching():
+            self._numbers += 1
+            mapped = [(target, self._mapped(source)) for target, source in pairs]
+            crossings = Crossings.of(mapped, self._address, up=True)
+            self._channel.send(TierCopies("upload", self._numbers, (), crossings, ends))
+            events = list[CopyEvent]()
+            for piece in pieces_of(self._own(crossings), ends):
+                copy_runs(piece, self._model.device)
+                events.append(record())
+            return events, self._numbers
+
+    @property
+    def _address(self) -> int:
+        return int(self._channel.arena.address)
+
+    def _own(self, crossings: Crossings) -> Runs:
+        """The leader's part of copies."""
+        return crossings.addressed(self._address, self._model.key_heads.start, lambda _: None)
+
+    def _crosses(self, pair: tuple[Tensor, Tensor]) -> bool:
+        """Whether a copy is between main memory and the devices."""
+        return any(self._channel.arena.place_of(each) is not None for each in pair)
 
     def _stream(self) -> Any:
         """The current stream of this thread. None on a CPU."""
@@ -218,14 +310,14 @@ class LeaderCopies:
         done = self._signs.downloaded if way == "download" else self._signs.uploaded
         return RankedEvent(event, done, number, lambda: self._model.failure)
 
-    def note_arrival(self, arrival: Arrival, batch: int, event: CopyEvent) -> None:
-        """Remember which batch an arrival is of. `event`: end of the leader's part."""
+    def note_arrival(self, arrival: Arrival, number: int, event: CopyEvent) -> None:
+        """Remember which upload an arrival is of. `event`: end of the leader's part."""
         with self._channel.lock:
-            self._arrivals[arrival] = batch
-            self._late.append((batch, event))
+            self._arrivals[arrival] = number
+            self._late.append((number, event))
 
     def waits(self, arrivals: Sequence[Arrival]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the batches that a step waits for, and others that have not arrived."""
+        """Return the uploads that a step waits for, and others that have not arrived."""
         while self._late and self._late[0][1].query():
             self._late.popleft()
         if not arrivals and not self._late:
@@ -233,16 +325,6 @@ class LeaderCopies:
         waits = tuple(self._arrivals[each] for each in arrivals if each in self._arrivals)
         others = (number for number, event in self._late if not event.query())
         return waits, tuple(number for number in others if number not in waits)
-
-
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """Uploads of a follower that have not ended."""
-
-    number: int
-    events: list[torch.cuda.Event] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    complete: bool = False
 
 
 class FollowedCopies:
@@ -265,7 +347,7 @@ class FollowedCopies:
         rank: int,
     ) -> None:
         self._model, self._stream, self._memory = model, stream, memory
-        self._batches: dict[int, _Batch] = {}
+        self._uploads: dict[int, Arrival] = {}  # that have not ended, by number
         self._done = {"upload": signs.uploaded, "download": signs.downloaded}
         self._rank = rank
         if stream is not None:
@@ -291,32 +373,40 @@ class FollowedCopies:
                 stream.synchronize()
             _check(torch.cuda.cudart().cudaHostUnregister(self._memory.address + place))  # type: ignore[no-untyped-call]
 
-    def run(self, copies: TierCopies) -> None:
+    def run(self, copies: TierCopies, regions: FollowerRegions) -> None:
         """Queue copies of the leader."""
+        device, first = self._model.device, self._model.key_heads.start
         with self._on(copies.way):
             for target, source in copies.pairs:
                 self._model.copy_heads(target, source)
+            runs = copies.crossings.addressed(self._memory.address, first, regions.move)
+            events = list[CopyEvent]()
+            for piece in pieces_of(runs, copies.ends) if copies.ends else (runs,):
+                copy_runs(piece, device)
+                if copies.way == "upload":
+                    event = new_event()
+                    event.record()
+                    events.append(event)
+            if events:
+                self._uploads[copies.number] = Arrival(events, copies.ends)
             self._count(copies)
 
     def arrivals(self, waits: Sequence[int], others: Sequence[int]) -> tuple[Arrival, ...]:
         """Return the arrivals for which a step waits by layer. The stream of the steps waits for
-        all batches that have arrived at the leader.
+        all uploads that have arrived at the leader.
 
         Args:
-            waits: Batches that the step reads and the leader waits for.
-            others: Batches that have not arrived at the leader either.
+            waits: Uploads that the step reads and the leader waits for.
+            others: Uploads that have not arrived at the leader either.
         """
         found = []
-        for number, batch in list(self._batches.items()):
-            if not batch.complete:
-                continue
-            last: CopyEvent = batch.events[-1]
-            if last.query():
-                del self._batches[number]
+        for number, arrival in list(self._uploads.items()):
+            if arrival.ready():
+                del self._uploads[number]
             elif number in waits:
-                found.append(Arrival(batch.events, batch.ends))
+                found.append(arrival)
             elif number not in others:
-                last.wait(self._stream)
+                arrival.wait(self._stream)
         return tuple(found)
 
     def _on(self, way: Way) -> AbstractContextManager[Any]:
@@ -329,8 +419,8 @@ class FollowedCopies:
         if way == "upload":  # extents may have been read
             stream.wait_stream(self._streams["download"])
         else:  # states that are read, or extents that were written before
-            for batch in self._batches.values():
-                batch.events[-1].wait(stream)
+            for arrival in self._uploads.values():
+                arrival.wait(stream)
         return torch.cuda.stream(stream)
 
     def _count(self, copies: TierCopies) -> None:
@@ -342,13 +432,6 @@ class FollowedCopies:
             return
         count = self._counts[copies.way].fill_(copies.number)
         self._slots[copies.way].copy_(count, non_blocking=True)
-        if copies.way == "upload":
-            batch = self._batches.setdefault(copies.batch, _Batch(copies.batch))
-            event = new_event()
-            event.record()
-            batch.events.append(event)
-            batch.ends.append(copies.end)
-            batch.complete = copies.last
 
 
 def _check(code: Any) -> None:

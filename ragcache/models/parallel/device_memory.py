@@ -165,9 +165,9 @@ class FollowerRegions:
             order = sorted(self._theirs, key=self._theirs.__getitem__)
             self._begins = np.array([self._theirs[each] for each in order], np.int64)
             own = np.array([self._regions[each].data_ptr() for each in order], np.int64)
-            self._moves = own - self._begins
+            self._moves = np.concatenate([[0], own - self._begins])
         at = np.searchsorted(self._begins, addresses, side="right")
-        addresses += np.concatenate([[0], self._moves])[at]
+        addresses += self._moves[at]
 
 
 class _Handle:

@@ -31,7 +31,7 @@ from ragcache.models.parallel.layer_copies import copy_layers
 from ragcache.models.parallel.memory import SharedArena
 from ragcache.models.parallel.messages import MessageWriter
 from ragcache.models.parallel.ranks import FollowerProcesses
-from ragcache.models.parallel.ring import RingWriter
+from ragcache.models.parallel.ring import Part, RingWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,19 @@ class DeviceRankLM(CausalLM):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """See `CausalLM.forward`. All ranks compute the pass, each in the order of its stream."""
+        """Compute a pass together with the other ranks, each in the order of its stream.
+
+        Returns:
+            The rank's columns of the logits, which `gather_logits` joins.
+        """
         try:
-            logits = self._call(batch)
+            return self._call(batch)
         except LayersComputed:
             return torch.empty(0, self.logits_width, dtype=self.dtype, device=self.device)
-        return self.collectives.gather_columns(logits, self.logits_width)
+
+    def gather_logits(self, part: Tensor) -> Tensor:
+        """Return the logits of all ranks to the leader. `part`: this rank's columns."""
+        return self.collectives.gather_columns(part, self.logits_width)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -169,15 +176,35 @@ class DeviceChannel:
     def send(self, message: Any) -> None:
         """Send a message. Raises `EngineFailed` once a rank has failed."""
         with self.lock:
-            self.regions.settle()
-            while self.ended:
-                self._post(self.ended.popleft())
+            self._settle()
             self._post(message)
 
+    def send_parts(self, *parts: Part) -> None:
+        """Send a message that is laid out. Raises `EngineFailed` once a rank has failed."""
+        with self.lock:
+            self._settle()
+            self._write(*parts)
+
+    def wake(self) -> None:
+        """Wake followers that sleep, shortly before a message."""
+        with self.lock:
+            self._ring.wake()
+
+    def _settle(self) -> None:
+        """Send what precedes every message: the ends of objects."""
+        self.regions.settle()
+        while self.ended:
+            self._post(self.ended.popleft())
+
     def _post(self, message: Any) -> None:
-        content = self._writer.dumps(message)
-        with self._followers.sending():
-            self._ring.write(content)
+        self._write(self._writer.dumps(message))
+
+    def _write(self, *parts: Part) -> None:
+        try:
+            self._ring.write(*parts)
+        except BaseException:
+            with self._followers.sending():
+                raise
 
 
 class DeviceParallelLM(DeviceRankLM):

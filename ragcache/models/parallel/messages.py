@@ -98,7 +98,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_message(
-    content: bytes, memory: MappedMemory, regions: FollowerRegions | None = None
+    content: bytes | memoryview, memory: MappedMemory, regions: FollowerRegions | None = None
 ) -> Any:
     """Return a message of the leader, whose tensors are views of `memory` and `regions`."""
     return _Unpickler(io.BytesIO(content), memory, regions).load()  # nosec B301: of the parent process

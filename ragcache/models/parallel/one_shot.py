@@ -98,7 +98,7 @@ def gather_kernel(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out [rows, RANKS * width] of every rank's columns [rows, width]."""
+    """out [rows, RANKS * width] of rank 0 = every rank's columns [rows, width]."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     here = tl.arange(0, BLOCK)
     kind = out.dtype
@@ -109,13 +109,14 @@ def gather_kernel(
         at, inside = row * width + column, column < width
         tl.store(mine + at, tl.load(local + at, mask=inside), mask=inside)
     _meet(signals, program, RANK, RANKS)
-    for work in range(program, rows * blocks, programs):
-        row, column = (work // blocks).to(tl.int64), (work % blocks) * BLOCK + here
-        inside = column < width
-        for rank in tl.static_range(RANKS):
-            theirs = tl.multiple_of(tl.load(buffers + rank).to(kind) + slot, 16)
-            part = tl.load(theirs + row * width + column, mask=inside, cache_modifier=".cg")
-            tl.store(out + (row * RANKS + rank) * width + column, part, mask=inside)
+    if RANK == 0:
+        for work in range(program, rows * blocks, programs):
+            row, column = (work // blocks).to(tl.int64), (work % blocks) * BLOCK + here
+            inside = column < width
+            for rank in tl.static_range(RANKS):
+                theirs = tl.multiple_of(tl.load(buffers + rank).to(kind) + slot, 16)
+                part = tl.load(theirs + row * width + column, mask=inside, cache_modifier=".cg")
+                tl.store(out + (row * RANKS + rank) * width + column, part, mask=inside)
 
 
 @triton.jit
@@ -225,9 +226,10 @@ class OneShot:
         return out
 
     def gather_columns(self, part: Tensor) -> Tensor:
-        """Return [R, ranks * width] of every rank's [R, width]. Sums lie between two gathers."""
+        """Return [R, ranks * width] of every rank's [R, width] to rank 0. Others get an empty
+        tensor. Sums lie between two gathers."""
         rows, width = part.shape
-        out = part.new_empty(rows, self.ranks * width)
+        out = part.new_empty(0 if self.rank else rows, self.ranks * width)
         gather_kernel[min(PROGRAMS, rows * triton.cdiv(width, BLOCK)),](
             part,
             self._buffers,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from ragcache.models.parallel.collectives import SignsOfLife
 
 SLOTS, SLOT_BYTES = 8, 2**20
 RING_BYTES = SLOTS * (8 + SLOT_BYTES)
+Part: TypeAlias = bytes | memoryview
+"""Bytes of a message."""
 _SPIN = 0.02  # seconds for which a follower polls
 _NAP = 0.02  # seconds that it sleeps at most
 _LONG = -1  # length of a message that crosses the connection
@@ -27,7 +30,7 @@ class _Ring:
     def __init__(self, memory: NDArray[np.uint8], signs: SignsOfLife) -> None:
         assert memory.nbytes == RING_BYTES
         self._lengths = memory[: 8 * SLOTS].view(np.int64)
-        self._slots = memory[8 * SLOTS :].reshape(SLOTS, SLOT_BYTES)
+        self._slots = [each.data for each in memory[8 * SLOTS :].reshape(SLOTS, SLOT_BYTES)]
         self._signs = signs
 
 
@@ -50,24 +53,43 @@ class RingWriter(_Ring):
     ) -> None:
         super().__init__(memory, signs)
         self._send, self._check = send, check
+        self._ranks = range(1, len(signs.messages))
+        self._written = self._read = 0  # messages; read: by the slowest follower, when last seen
 
-    def write(self, message: bytes) -> None:
-        """Send a message to all followers. Raises `EngineFailed`."""
+    def write(self, *parts: Part) -> None:
+        """Send a message, in one or more parts, to all followers. Raises `EngineFailed`."""
         self._check()
-        signs, written = self._signs, int(self._signs.messages[0])
-        while written - signs.messages[1:].min() >= SLOTS:
-            self._check()
-            time.sleep(0)
-        slot, size, ranks = written % SLOTS, len(message), range(1, len(signs.messages))
-        if size <= SLOT_BYTES:
-            self._slots[slot, :size] = np.frombuffer(message, np.uint8)
-        self._lengths[slot] = size if size <= SLOT_BYTES else _LONG
-        signs.messages[0] = written + 1
-        for rank in ranks:
-            if size > SLOT_BYTES:
-                self._send(rank, message)
-            elif signs.sleeping[rank]:
+        signs = self._signs
+        while self._written - self._read >= SLOTS:
+            self._read = int(signs.messages[1:].min())
+            if self._written - self._read >= SLOTS:
+                self._check()
+                time.sleep(0)
+        slot, message = self._written % SLOTS, b"".join(parts)
+        size = len(message)
+        if size > SLOT_BYTES:
+            self._write_long(slot, message)
+            return
+        self._slots[slot][:size] = message
+        self._lengths[slot] = size
+        self._count()
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake followers that sleep. They poll again for a while."""
+        for rank in self._ranks:
+            if self._signs.sleeping[rank]:
                 self._send(rank, b"")
+
+    def _write_long(self, slot: int, message: bytes) -> None:
+        self._lengths[slot] = _LONG
+        self._count()
+        for rank in self._ranks:
+            self._send(rank, message)
+
+    def _count(self) -> None:
+        self._written += 1
+        self._signs.messages[0] = self._written
 
 
 class RingReader(_Ring):
@@ -84,42 +106,43 @@ class RingReader(_Ring):
         self, memory: NDArray[np.uint8], signs: SignsOfLife, rank: int, connection: Connection
     ) -> None:
         super().__init__(memory, signs)
-        self._rank, self._connection = rank, connection
+        self._rank, self._connection, self._number = rank, connection, 0
 
-    def read(self) -> bytes:
-        """Wait for the next message, which stays until `done`. Raises `EOFError` when the leader
-        has closed the connection."""
-        signs, rank = self._signs, self._rank
-        number = signs.messages[rank]
+    def read(self) -> memoryview:
+        """Wait for the next message, which lies in the ring until `done`. Raises `EOFError` when
+        the leader has closed the connection."""
+        messages, number = self._signs.messages, self._number
         end = time.monotonic() + _SPIN
-        while signs.messages[0] <= number:
-            if time.monotonic() > end:
-                self._sleep()
-        slot = int(number) % SLOTS
+        while messages[0] <= number:
+            if time.monotonic() > end and self._sleep():
+                end = time.monotonic() + _SPIN
+        slot = number % SLOTS
         length = int(self._lengths[slot])
         if length != _LONG:
-            return self._slots[slot, :length].tobytes()
+            return self._slots[slot][:length]
         while not (message := self._connection.recv_bytes()):
             pass  # the byte of a wake-up that came late
-        return message
+        return memoryview(message)
 
     def done(self) -> None:
-        """Count a message."""
-        self._signs.messages[self._rank] += 1
+        """Count a message, whose slot is then written again."""
+        self._number += 1
+        self._signs.messages[self._rank] = self._number
 
-    def _sleep(self) -> None:
+    def _sleep(self) -> bool:
+        """Sleep for a while. Returns whether a call has come."""
         signs, rank = self._signs, self._rank
         signs.sleeping[rank] = 1.0
         try:
-            if signs.messages[0] <= signs.messages[rank] and self._connection.poll(_NAP):
+            if signs.messages[0] <= self._number and self._connection.poll(_NAP):
                 # an empty message; a long one is left for `read`
                 self._wake()
+                return True
         finally:
             signs.sleeping[rank] = 0.0
+        return False
 
     def _wake(self) -> None:
-        if self._signs.messages[0] > self._signs.messages[self._rank]:
-            slot = int(self._signs.messages[self._rank]) % SLOTS
-            if self._lengths[slot] == _LONG:
-                return
+        if self._signs.messages[0] > self._number and self._lengths[self._number % SLOTS] == _LONG:
+            return
         self._connection.recv_bytes()

@@ -347,36 +347,46 @@ class DeviceTier(MemoryTier):
         streams = self._streams
         layers = max(copy.num_layers for copy in copies)
         if streams is None:
-            with self._copying("compute") as (copy_tensor, _):
+            with self._copying("compute") as (copy_of_ranks, _):
                 for copy in copies:
-                    copy.copy_layers(0, layers, copy_tensor)
+                    copy.copy_layers(0, layers, copy_of_ranks)
             return
         of_layer = max(1, sum(copy.layer_bytes for copy in copies) // len(copies))
-        ends, events = _piece_ends(layers, fewest=-(-_PIECE // of_layer)), list[CopyEvent]()
-        ranks, batch, last = self._ranks, 0, 0
-        if ranks is not None:
-            batch = ranks.batch()
+        ends = _piece_ends(layers, fewest=-(-_PIECE // of_layer))
+        if self._ranks is not None:
+            self._upload_on_ranks(copies, ends, self._ranks, streams)
+            return
+        events = list[CopyEvent]()
         for begin, end in pairwise([0, *ends]):
-            copying = self._copying("upload", batch, end, last=end == layers)
-            with copying as (copy_tensor, number), streams.on(streams.upload):
+            with streams.on(streams.upload):
                 for copy in copies:
                     copy.copy_layers(begin, end, copy_tensor)
-                last = number
             events.append(streams.record(streams.upload))
-        ours = events[-1]
-        if ranks is not None:
-            events[-1] = ranks.event(ours, "upload", last)
-        arrival = self._note_arrival(copies, events, ends)
-        if ranks is not None:
-            ranks.note_arrival(arrival, batch, ours)
+        self._note_arrival(copies, events, ends)
 
-    def _copying(
-        self, way: Way, batch: int = 0, end: int = 0, *, last: bool = True
-    ) -> AbstractContextManager[tuple[CopyTensor, int]]:
+    def _upload_on_ranks(
+        self,
+        copies: Sequence[_Copy],
+        ends: Sequence[int],
+        ranks: RankCopies,
+        streams: DeviceStreams,
+    ) -> None:
+        pairs = [
+            (copy.target[name], tensor)
+            for copy in copies
+            for name, tensor in tensors_of(copy.source).items()
+        ]
+        with streams.on(streams.upload):
+            events, number = ranks.upload(pairs, ends, lambda: streams.record(streams.upload))
+        ours = events[-1]
+        events[-1] = ranks.event(ours, "upload", number)
+        ranks.note_arrival(self._note_arrival(copies, events, ends), number, ours)
+
+    def _copying(self, way: Way) -> AbstractContextManager[tuple[CopyTensor, int]]:
         """A function that copies tensors, on all ranks if there are several."""
         if self._ranks is None:
             return nullcontext((copy_tensor, 0))
-        return self._ranks.copying(way, batch, end, last=last)
+        return self._ranks.copying(way)
 
     def _note_arrival(
         self,

@@ -5,7 +5,7 @@ Main memory and all blobs have the states of all heads, whatever the number of d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -46,23 +46,36 @@ class RankCopies(Protocol):
     def unpin(self, address: int) -> None:
         """End these registrations. May be called in a finalizer."""
 
-    def batch(self) -> int:
-        """Return a number for a batch of uploads."""
-
-    def copying(
-        self, way: Way, batch: int = 0, end: int = 0, *, last: bool = True
-    ) -> AbstractContextManager[tuple[CopyTensor, int]]:
+    def copying(self, way: Way) -> AbstractContextManager[tuple[CopyTensor, int]]:
         """Yield a function that copies on all ranks, and the number of these copies.
 
         This rank queues its copies at the end of the block, each on the stream that was current
         when it was asked for.
         """
 
+    def upload(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        ends: Sequence[int],
+        record: Callable[[], CopyEvent],
+    ) -> tuple[list[CopyEvent], int]:
+        """Copy states to the devices of all ranks, on the current stream: the first layers of all
+        of them, and so on.
+
+        Args:
+            pairs: Tensors of this rank's device, and sources of all heads in main memory.
+            ends: Layers with which the pieces end.
+            record: Returns an event behind the copies that are queued on the current stream.
+
+        Returns:
+            The events of this rank's pieces, and the number of the copies.
+        """
+
     def event(self, event: CopyEvent | None, way: Way, number: int) -> CopyEvent:
         """Return the end of numbered copies on all ranks. `event`: end of this rank's part."""
 
-    def note_arrival(self, arrival: Arrival, batch: int, event: CopyEvent) -> None:
-        """Remember which batch of uploads an arrival is of."""
+    def note_arrival(self, arrival: Arrival, number: int, event: CopyEvent) -> None:
+        """Remember which upload an arrival is of. `event`: end of this rank's part."""
 
 
 def copy_tensor(target: Tensor, source: Tensor) -> None:

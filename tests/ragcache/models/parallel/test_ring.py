@@ -31,7 +31,7 @@ class Ends:
         self.reader = RingReader(memory, signs, 1, self.other)
 
     def take(self) -> bytes:
-        message = self.reader.read()
+        message = bytes(self.reader.read())
         self.reader.done()
         return message
 
@@ -50,6 +50,36 @@ def test_messages_come_in_their_order() -> None:
             time.sleep(0.045)  # the reader falls asleep
     reader.join(20)
     assert found == sent
+
+
+def test_a_message_may_have_parts() -> None:
+    ends = Ends()
+    ends.writer.write(b"ab", memoryview(b"cde"), b"")
+    assert ends.take() == b"abcde"
+    reader = threading.Thread(target=lambda: found.append(ends.take()))
+    found = list[bytes]()
+    reader.start()
+    ends.writer.write(b"a", memoryview(bytes(SLOT_BYTES)))
+    reader.join(20)
+    assert found == [b"a" + bytes(SLOT_BYTES)]
+
+
+def test_a_sleeper_that_is_woken_polls_again() -> None:
+    ends, found = Ends(), list[bytes]()
+    reader = threading.Thread(target=lambda: found.append(ends.take()))
+    reader.start()
+    signs = ends.writer._signs
+    for _ in range(500):
+        ends.writer.wake()
+        if signs.sleeping[1]:
+            break
+        time.sleep(0.001)
+    ends.writer.wake()
+    time.sleep(0.01)
+    assert not signs.sleeping[1], "it polls for a while, without a message"
+    ends.writer.write(b"x")
+    reader.join(20)
+    assert found == [b"x"]
 
 
 def test_a_writer_waits_for_a_slot() -> None:
