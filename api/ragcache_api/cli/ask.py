@@ -205,14 +205,15 @@ def _ask_other(settings: ServiceSettings, handbook: Path) -> dict[str, OtherAnsw
         ) as rag,
     ):
         name = rag.internals.shared.model.name
-        with progress_bar(f"encoding modules with {name}") as progress:
+        with progress_bar(f"encoding modules with {Path(name).name}") as progress:
             rag.ingest("handbook", [handbook], progress=progress)
         rag.collections.set_calibration("handbook", GENERAL, extractive=False)
         asked = (*QUESTIONS, UNANSWERABLE)
-        with progress_bar(f"asking {name}") as progress:
+        with progress_bar(f"asking {Path(name).name}") as progress:
             found = {}
             for number, question in enumerate(asked, start=1):
-                answer = rag.ask(question, collection="handbook", relative_threshold=0.0)
+                for _ in range(2):  # the first time, modules are encoded for later places
+                    answer = rag.ask(question, collection="handbook", relative_threshold=0.0)
                 found[question] = OtherAnswer(name, answer)
                 progress(number, len(asked))
     return found
@@ -228,8 +229,12 @@ def _other_rows(other: OtherAnswer | None) -> list[tuple[str, str]]:
     """Return the rows with the other model's answer, if there is one."""
     if other is None:
         return []
-    seconds = ui.format_milliseconds(other.answer.timings.first_token)
-    return [(escape(other.model), f"[bold]{escape(other.answer.text)}[/]  (first token {seconds})")]
+    answer, details = other.answer, []
+    if answer.confidence is not None:
+        details.append(f"confidence {answer.confidence:.2f}")
+    details.append(f"first token {ui.format_milliseconds(answer.timings.first_token)}")
+    text = f"[bold]{escape(answer.text)}[/]  ({', '.join(details)})"
+    return [(escape(Path(other.model).name), text)]
 
 
 def _measure(rag: RagCache, question: str) -> DemoAnswer:
