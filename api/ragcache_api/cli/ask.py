@@ -265,7 +265,7 @@ def _print_demo_answer(measured: DemoAnswer) -> None:
         answer,
         *_other_rows(measured.other),
         *_confidence_row(answer),
-        *(("quoted from", ui.format_span(each, answer.text).strip()) for each in answer.spans[:1]),
+        *(("quoted from", ui.format_span(each, answer).strip()) for each in answer.spans[:1]),
         _sources_row(answer),
         ("mode", answer.mode),
         ("prompt", ui.format_reuse(answer)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -285,7 +286,7 @@ def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) ->
         console.print(stream.result().text, style="bold", markup=False)
     answer = stream.answer
     for span in [each for each in answer.spans if each.choice == 0][:_MOST_SPANS]:
-        console.print(format_span(span, answer.text), soft_wrap=True)
+        console.print(format_span(span, answer), soft_wrap=True)
     if answer.finish_reason == "no_documents":
         console.print("no text in this collection fits the question", style="dim")
         return
@@ -419,15 +420,27 @@ def _with_options(words: Sequence[str], options: ServiceOptions) -> str:
     return f"`{shlex.join([*words, *given])}`"
 
 
-def format_span(span: AnswerSpan, text: str) -> str:
-    """Format a quotation, marked in its line, with its place."""
+def format_span(span: AnswerSpan, answer: Answer) -> str:
+    """Format a quotation or a cited passage, marked in its line, with its place."""
+    text = answer.text if span.mark is None else _cited_text(span, answer)
+    number = "" if span.mark is None else escape(f"[{span.mark}] ")
     before = f"...{span.prefix[-_AROUND:]}" if len(span.prefix) > _AROUND else span.prefix
     after = f"{span.suffix[:_AROUND]}..." if len(span.suffix) > _AROUND else span.suffix
     place = escape(span.document)
     place += "" if span.page is None else f", page {span.page}"
     place += "" if span.start is None else f", characters {span.start} to {span.end}"
     line = f"{escape(before)}[bold]»{escape(text)}«[/]{escape(after)}"
-    return f"  {line} [dim]({place})[/]"
+    return f"  {number}{line} [dim]({place})[/]"
+
+
+def _cited_text(span: AnswerSpan, answer: Answer) -> str:
+    """Return the passage that a mark cites, between what stands before and after it."""
+    size = ".*?" if span.start is None or span.end is None else f".{{{span.end - span.start}}}"
+    around = map(re.escape, (span.prefix, span.suffix))
+    pattern = re.compile(f"({size})".join(around), re.DOTALL)
+    texts = (source.text for source in answer.sources if source.module == span.module)
+    found = next(filter(None, map(pattern.search, texts)), None)
+    return "..." if found is None else found[1]
 
 
 def _print_pieces(stream: AnswerStream | ServedAnswer) -> None:

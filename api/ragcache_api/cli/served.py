@@ -104,7 +104,8 @@ class _ServedChat(ServedAnswer):
                     text += piece
                     yield piece
             for each in value.get("sources") or ():
-                sources.append({"document": each["source"]["id"], **each["metadata"][0]})
+                named = {"document": each["source"]["id"], "text": each["document"][0]}
+                sources.append(named | each["metadata"][0])
             if "ragcache" in value:
                 self.values = {"text": text, "sources": sources, **value["ragcache"]}
 

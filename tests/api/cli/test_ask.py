@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.text import Text
 
+from ragcache.answers.policy import AnswerSpan
+from ragcache.db import ModuleRow
 from ragcache.params import REFUSAL
 from ragcache.pipeline import gate
 from ragcache.pipeline.gate_measurement import GateResult
 from ragcache_api.cli import ask
+from ragcache_api.cli.console import format_span
 from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
 from tests.conftest import REPOSITORY, write_notes
 
@@ -54,6 +61,23 @@ def test_ask_marks_a_quotation_in_its_document(run: Run, ingested: Path) -> None
         assert f"({document}, characters {start} to {end})" in out
     free = run(*asked, "--no-extractive")[1]
     assert "»" not in free
+
+
+def test_a_mark_is_followed_by_the_passage_that_it_cites() -> None:
+    text = "# Keys\n\nThe key is [red]. It hangs\nin the office. It is old."
+    source = SimpleNamespace(module="keys.md#1", text=text)
+    begin = text.index("It hangs")
+    module = ModuleRow(1, "keys.md#1", "keys.md", "keys.md", text, places=((0, 100),))
+    span = AnswerSpan.of(module, begin, text.index(" It is old"), mark=1)
+    answer: Any = SimpleNamespace(text="The key hangs in the office [1].", sources=[source])
+    cited = "»It hangs\nin the office.« It is old. (keys.md, characters 126 to 149)"
+    shown, elsewhere, quotation = (
+        Text.from_markup(format_span(each, answer)).plain
+        for each in (span, replace(span, start=None, end=None), replace(span, mark=None))
+    )
+    assert shown == f"  [1] The key is [red]. {cited}"
+    assert "»It hangs\nin the office.« It is old." in elsewhere
+    assert f"»{answer.text}«" in quotation
 
 
 @pytest.mark.slow

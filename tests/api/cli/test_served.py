@@ -36,7 +36,8 @@ ANSWER = {
     "reuse": {"prompt_tokens": 9, "cached_tokens": 6, "computed_tokens": 3, "shared_tokens": 0},
     "timings": {"first_token": 0.1, "total": 0.2},
     "spans": [{"document": "keys.md", "module": "keys.md#1", "start": 23, "end": 35, "page": 2,
-               "headings": ["Keys"], "prefix": "It hangs in the ", "suffix": ".", "choice": 0}],
+               "headings": ["Keys"], "prefix": "It hangs in the ", "suffix": ".", "choice": 0,
+               "mark": None}],
 }  # fmt: skip
 
 
