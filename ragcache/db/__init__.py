@@ -1,7 +1,12 @@
 """The database, SQLite or PostgreSQL: documents, modules, jobs, API keys, the ledger."""
 
 from ragcache.db.api_keys import ApiKeyRow, ApiKeys
-from ragcache.db.catalog import Catalog, CollectionContents, CollectionVersion
+from ragcache.db.catalog import (
+    Catalog,
+    CollectionContents,
+    CollectionTexts,
+    CollectionVersion,
+)
 from ragcache.db.conversations import ConversationDeletion, ConversationStates
 from ragcache.db.database import Database
 from ragcache.db.documents import (
@@ -44,6 +49,7 @@ __all__ = [
     "Catalog",
     "CollectionContents",
     "CollectionRow",
+    "CollectionTexts",
     "CollectionVersion",
     "ConversationDeletion",
     "ConversationStates",

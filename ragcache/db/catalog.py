@@ -54,9 +54,11 @@ from ragcache.db.tables import (
     ModuleTable,
     NamespaceTable,
     ScaffoldTable,
+    StateTable,
     TokenTable,
 )
 from ragcache.errors import CollectionExists, DocumentError, UnknownCollection
+from ragcache.modes import AFTER_OTHER_TEXT
 from ragcache.states import KVKey
 
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
@@ -75,6 +77,7 @@ _VERSION = (
         .where(ScaffoldTable.collection_id == CollectionTable.id)
         .scalar_subquery(),
         CollectionTable.instruction,
+        CollectionTable.priming,
         CollectionTable.calibrations,
     )
     .join(NamespaceTable)
@@ -86,6 +89,15 @@ _VERSION = (
 """The columns of `CollectionVersion`. Every question reads them, so the statement is built once."""
 
 
+class CollectionTexts(NamedTuple):
+    """Texts that a collection's modules see when they are encoded."""
+
+    instruction: str | None = None
+    """Instruction of its prompts. Defaults to the folder's instruction."""
+    priming: str | None = None
+    """Text in front of modules in later places. Defaults to the built-in one."""
+
+
 class CollectionVersion(NamedTuple):
     """Version of a collection. Every change of the collection changes it."""
 
@@ -95,9 +107,16 @@ class CollectionVersion(NamedTuple):
     scaffold: int = 0
     """Id of the newest scaffold. 0 without one."""
     instruction: str | None = None
-    """Instruction of its prompts. Defaults to the folder's instruction."""
+    """As in `CollectionTexts`."""
+    priming: str | None = None
+    """As in `CollectionTexts`."""
     calibrations: str | None = None
     """Calibrations of its answers, as `ragcache.answers.confidence` writes them."""
+
+    @property
+    def texts(self) -> CollectionTexts:
+        """Texts that its modules see when they are encoded."""
+        return CollectionTexts(self.instruction, self.priming)
 
     def covers(self, other: CollectionVersion) -> bool:
         """Whether documents at this version are at least as new as at another version.
@@ -114,8 +133,7 @@ class CollectionContents:
     """All documents of a collection, and its settings."""
 
     documents: Iterable[NewDocument]
-    instruction: str | None
-    """As in `CollectionVersion`."""
+    texts: CollectionTexts
     calibrations: str | None
     """As in `CollectionVersion`."""
     description: str
@@ -260,7 +278,7 @@ class Catalog:
             freed = delete_rows(session, owner, names)
             changed = update(CollectionTable).where(CollectionTable.id == owner)
             settings = {
-                "instruction": contents.instruction,
+                **contents.texts._asdict(),
                 "calibrations": contents.calibrations,
                 "description": contents.description,
             }
@@ -509,6 +527,27 @@ class Catalog:
         """Change the instruction of a collection's prompts. Raises `UnknownCollection`."""
         self._set(collection, instruction=instruction)
 
+    def set_priming(self, collection: str, priming: str | None) -> list[KVKey]:
+        """Change the text that a collection's modules in later places are encoded behind.
+
+        States behind the earlier text leave their modules. Returns keys as `replace_documents`
+        does. Raises `UnknownCollection`.
+        """
+        with self._database.transaction() as session:
+            owner = collection_id(session, collection, self.namespace)
+            changed = update(CollectionTable).where(CollectionTable.id == owner)
+            session.execute(changed.values(priming=priming))
+            behind = select(StateTable.key).where(StateTable.mode == AFTER_OTHER_TEXT)
+            modules = from_modules(ModuleTable.id).where(DocumentTable.collection_id == owner)
+            primed = EncodingTable.module_id.in_(modules) & EncodingTable.key.in_(behind)
+            keys = list(session.scalars(select(EncodingTable.key).where(primed)))
+            if keys:
+                lock_summaries(session)
+                session.execute(delete(EncodingTable).where(primed))
+                left = select(EncodingTable.key).where(EncodingTable.module_id.in_(modules))
+                sum_up(session, map(KVKey, session.scalars(left)))
+            return retire(session, map(KVKey, keys))
+
     def set_description(self, collection: str, description: str) -> None:
         """Change the description of a collection. Raises `UnknownCollection`."""
         self._set(collection, description=description)
@@ -541,12 +580,12 @@ class Catalog:
             before = session.scalar(kept)
             session.execute(update(CollectionTable).where(own).values(calibrations=change(before)))
 
-    def instruction(self, collection: str) -> str | None:
-        """Return the instruction of a collection's prompts, if it has one of its own."""
+    def collection_texts(self, collection: str) -> CollectionTexts:
+        """Return the texts that a collection's modules see, as far as it has some of its own."""
         try:
-            return self.version(collection).instruction
+            return self.version(collection).texts
         except UnknownCollection:
-            return None
+            return CollectionTexts()
 
     def delete_collection(self, collection: str) -> tuple[int, list[KVKey]]:
         """Delete a collection and everything that belongs to it, and cancel its open jobs.

@@ -122,6 +122,8 @@ class CollectionRow:
     description: str
     documents: int
     modules: int
+    own_priming: bool
+    """Whether modules in later places are encoded behind a text of the collection's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ def collection_page(
             CollectionTable.description,
             _count(DocumentTable).where(inside).scalar_subquery(),
             _count(ModuleTable).join(DocumentTable).where(inside).scalar_subquery(),
+            CollectionTable.priming.is_not(None),
         )
         .join(NamespaceTable)
         .where(NamespaceTable.name == namespace)

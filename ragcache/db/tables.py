@@ -67,6 +67,8 @@ class CollectionTable(Base):
     """Number that every change of the collection raises."""
     instruction: Mapped[str | None]
     """Instruction before the documents in prompts. Defaults to the folder's instruction."""
+    priming: Mapped[str | None]
+    """Text that modules in later places see when they are encoded. Defaults to the built-in one."""
     calibrations: Mapped[str | None]
     """Calibrations of answers by model, as JSON."""
     description: Mapped[str] = mapped_column(default="")

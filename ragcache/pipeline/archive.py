@@ -1,6 +1,6 @@
 """The archive of a collection: an uncompressed tar file, which is written and read as a stream.
 
-    manifest.json              fingerprints of model and tokenizer, instruction, schema
+    manifest.json              fingerprints of model and tokenizer, texts, schema
     documents/00000000.json    a document with the texts of its modules, one file each
     originals/SHA256           an uploaded file that documents were read from
     states/KEY.safetensors     states, byte for byte as the disk tier has them
@@ -116,6 +116,8 @@ class Manifest(_Record):
     module_schema: str
     """PML schema whose prompt a question to the collection is."""
     instruction: str
+    priming: str
+    """Text that modules in later places were encoded behind."""
     embedder: str | None
     """Name of the embedder of the modules' vectors."""
     calibrations: str | None

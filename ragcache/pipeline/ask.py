@@ -92,7 +92,7 @@ class AskPipeline:
         prompts = []
         for selection in selections:
             self.scaffolds.follow(collection, selection.version)
-            encoder = self.encoder.with_instruction(selection.version.instruction)
+            encoder = self.encoder.with_texts(selection.version.texts)
             if kwargs is not None:
                 encoder = encoder.with_template(kwargs)
             asked = AskedQuestion(selection.query, mode, "question", collection, times)

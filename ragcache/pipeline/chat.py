@@ -171,7 +171,7 @@ class ChatPipeline:
         read = [] if encoding is None else chat.found
         encoder = self.encoder
         if chat.selection is not None:  # the states that questions to the collection read
-            encoder = encoder.with_instruction(chat.selection.version.instruction)
+            encoder = encoder.with_texts(chat.selection.version.texts)
         layout = PromptLayout(encoder.preamble_ids, divides=encoder.model.causal.divides)
         groups = lay_out_chat(
             layout,

@@ -139,6 +139,7 @@ class CollectionExporter:
             fingerprints=fingerprints(encoder),
             module_schema=write_schema(generated_schema(self.collection, encoder.frame, _SLOTS)),
             instruction=encoder.frame.instruction,
+            priming=encoder.priming,
             embedder=None if shared.embedder is None else embedder_name(shared.embedder),
             calibrations=version.calibrations,
             description=self.namespace.catalog.description(self.collection),

@@ -20,6 +20,7 @@ from ragcache.answers.confidence import read_calibrations
 from ragcache.config import check_description, parse_bytes, salt_of
 from ragcache.db import (
     CollectionContents,
+    CollectionTexts,
     NewDocument,
     NewModule,
     RunningJob,
@@ -38,7 +39,7 @@ from ragcache.modes import AFTER_PREAMBLE, Encoding
 from ragcache.pipeline.archive import ArchivedDocument, ArchiveReader, Manifest, damaged
 from ragcache.pipeline.collection_export import Report, fingerprints, joined
 from ragcache.pipeline.ingest import check_collection
-from ragcache.pipeline.module_states import ModuleEncoder, portions
+from ragcache.pipeline.module_states import PRIMING_TEXT, ModuleEncoder, portions
 from ragcache.pipeline.namespace import Namespace
 from ragcache.retrieval import embedder_name
 from ragcache.states import KVKey
@@ -139,6 +140,10 @@ class CollectionImporter:
     def _manifest(self) -> Manifest:
         return self.archive.manifest
 
+    @property
+    def _texts(self) -> CollectionTexts:
+        return CollectionTexts(self._manifest.instruction, self._manifest.priming)
+
     def _check_free(self) -> None:
         known = self.namespace.catalog.collections().get(self.collection, 0)
         if known and not self.replaces:
@@ -149,7 +154,7 @@ class CollectionImporter:
 
     def _verify(self) -> _Contents:
         """Read the whole archive once, and compare it with the model of this folder."""
-        encoder = self.namespace.ask.encoder.with_instruction(self._manifest.instruction)
+        encoder = self.namespace.ask.encoder.with_texts(self._texts)
         reasons = self._differences(encoder)
         if reasons and not self.encode:
             raise ArchiveMismatch(
@@ -372,8 +377,10 @@ class CollectionImporter:
     def _store_documents(self, job: RunningJob, contents: _Contents) -> None:
         """Make the documents visible, in one transaction that ends the job."""
         namespace, shared = self.namespace, self.namespace.shared
-        own = (
-            None if self._manifest.instruction == shared.instruction else self._manifest.instruction
+        instruction, priming = self._texts
+        own = CollectionTexts(
+            None if instruction == shared.instruction else instruction,
+            None if priming == PRIMING_TEXT else priming,
         )
         new = CollectionContents(
             self._rows(contents),

@@ -241,7 +241,7 @@ class Ingestor:
             JobCanceled: The job was canceled.
             JobTaken: Another process runs the job.
         """
-        encoder = self.encoder.with_instruction(self.catalog.instruction(collection))
+        encoder = self.encoder.with_texts(self.catalog.collection_texts(collection))
         own = replace(self, encoder=encoder)
         attempt = partial(
             own._attempt, job, collection, loaded, progress, sync=sync, preparing=preparing

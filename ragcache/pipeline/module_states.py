@@ -16,7 +16,14 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar, get_args
 
-from ragcache.db import Catalog, CollectionVersion, Members, ModuleRow, ScaffoldRows
+from ragcache.db import (
+    Catalog,
+    CollectionTexts,
+    CollectionVersion,
+    Members,
+    ModuleRow,
+    ScaffoldRows,
+)
 from ragcache.engine import EncodeJob, Segment
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel, PromptFrame, prompt_frame
@@ -59,8 +66,8 @@ oldest meters in March and to send readings by post no longer. Costs are estimat
 crowns.
 
 """
-"""The priming text: documents of no importance, which modules in later places of a prompt see when
-they are encoded. A change makes other keys (docs/internals/adr, 67).
+"""The built-in priming text: documents of no importance, which modules in later places of a prompt
+see when they are encoded. A change makes other keys (docs/internals/adr, 67).
 """
 
 
@@ -137,11 +144,13 @@ class Surroundings:
     model: LoadedModel
     preamble: tuple[int, ...]
     """Tokens of prompts up to the first module."""
+    text: str = PRIMING_TEXT
+    """Priming text."""
 
     @cached_property
     def priming(self) -> tuple[int, ...]:
         """Tokens of the priming text."""
-        return tuple(self.model.encode_untrusted(PRIMING_TEXT))
+        return tuple(self.model.encode_untrusted(self.text))
 
     def place(
         self, length: int, encoding: Encoding, start: int | None = None
@@ -180,8 +189,10 @@ class ModuleEncoder(StateEncoder):
 
     frame: PromptFrame
     """Texts before and after the modules of a prompt."""
-    _variants: dict[str, ModuleEncoder] = field(default_factory=dict, init=False)
-    """Encoders for the instructions of collections."""
+    priming: str = PRIMING_TEXT
+    """Text that modules in later places see when they are encoded."""
+    _variants: dict[CollectionTexts, ModuleEncoder] = field(default_factory=dict, init=False)
+    """Encoders for the texts of collections."""
 
     def with_template(self, kwargs: Mapping[str, Any]) -> ModuleEncoder:
         """Return the encoder for a chat template with other variables.
@@ -191,24 +202,26 @@ class ModuleEncoder(StateEncoder):
         frame = prompt_frame(self.model.tokenizer, self.frame.instruction, kwargs)
         return self if frame == self.frame else replace(self, frame=frame)
 
-    def with_instruction(self, instruction: str | None) -> ModuleEncoder:
-        """Return the encoder for a collection with this instruction.
-
-        Args:
-            instruction: The instruction. Defaults to the folder's instruction.
+    def with_texts(self, texts: CollectionTexts) -> ModuleEncoder:
+        """Return the encoder for a collection with these texts.
 
         Raises:
             ConfigurationError: The instruction holds a control token of this model.
         """
-        if instruction in (None, self.frame.instruction):
+        own = CollectionTexts(self.frame.instruction, self.priming)
+        wanted = CollectionTexts(*(one or other for one, other in zip(texts, own, strict=True)))
+        if wanted == own:
             return self
-        assert instruction is not None
-        if instruction not in self._variants:
-            before = resolve_instruction(self.model, instruction)
-            preamble = self.frame.preamble.removesuffix(f"{self.frame.instruction}\n\n")
-            frame = replace(self.frame, preamble=f"{preamble}{before}\n\n", instruction=before)
-            self._variants[instruction] = replace(self, frame=frame)
-        return self._variants[instruction]
+        if wanted not in self._variants:
+            frame = self.frame
+            if wanted.instruction != frame.instruction:
+                instruction = resolve_instruction(self.model, wanted.instruction)
+                preamble = frame.preamble.removesuffix(f"{frame.instruction}\n\n")
+                preamble = f"{preamble}{instruction}\n\n"
+                frame = replace(frame, preamble=preamble, instruction=instruction)
+            priming = wanted.priming or PRIMING_TEXT
+            self._variants[wanted] = replace(self, frame=frame, priming=priming)
+        return self._variants[wanted]
 
     @cached_property
     def preamble_ids(self) -> list[int]:
@@ -221,7 +234,7 @@ class ModuleEncoder(StateEncoder):
     @cached_property
     def surroundings(self) -> Surroundings:
         """Tokens that modules see when they are encoded."""
-        return Surroundings(self.model, tuple(self.preamble_ids))
+        return Surroundings(self.model, tuple(self.preamble_ids), self.priming)
 
     def key(
         self,
@@ -344,7 +357,7 @@ class ModuleEncoder(StateEncoder):
     def root_keys(self) -> set[KVKey]:
         """Return the keys of the tokens that this encoder's modules are encoded behind.
 
-        The encoders for the instructions of collections are included.
+        The encoders for the texts of collections are included.
         """
         found = {self.preamble_key}
         for each in (self, *list(self._variants.values())):

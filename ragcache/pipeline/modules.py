@@ -160,7 +160,7 @@ class Modules:
             and (names is None or row.name in names)
         ]
         tokens = self.tokens.of(rows)
-        encoder = self.encoder.with_instruction(self.catalog.instruction(collection))
+        encoder = self.encoder.with_texts(self.catalog.collection_texts(collection))
         placed = list(product(encodings, zip(tokens, rows, strict=True)))
         wanted = {encoder.key(ids, encoding): row for encoding, (ids, row) in placed}
         first = self.store.memory.top.name
@@ -282,7 +282,7 @@ class Modules:
         """
         encoder = self.encoder
         if collection is not None:
-            encoder = encoder.with_instruction(self.catalog.instruction(collection))
+            encoder = encoder.with_texts(self.catalog.collection_texts(collection))
         indexes = self.store.memory.every
         found = []
         for ids in self.tokens.of(modules):

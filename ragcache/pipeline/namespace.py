@@ -370,8 +370,8 @@ class Namespace:
         return self.modules.conversations.ended
 
     def encoder_of(self, collection: str) -> ModuleEncoder:
-        """Return the encoder of a collection's modules, with the collection's instruction."""
-        return self.ask.encoder.with_instruction(self.catalog.instruction(collection))
+        """Return the encoder of a collection's modules, with the collection's texts."""
+        return self.ask.encoder.with_texts(self.catalog.collection_texts(collection))
 
 
 def _catalog(shared: SharedServices, name: str) -> Catalog:

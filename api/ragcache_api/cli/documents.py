@@ -1,8 +1,9 @@
-"""Commands on stored documents: list, remove, retrieve and warm them, and set instructions."""
+"""Commands on stored documents: list, remove, retrieve and warm them, and set texts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from ragcache.config import (
     check_embedding,
     check_instruction,
     check_namespace,
+    check_priming,
     check_reranker,
 )
 from ragcache.errors import ConfigurationError, DocumentError
@@ -218,6 +220,37 @@ def instruction(
             catalog.set_instruction(collection, text)
         own = catalog.version(collection).instruction
     ui.console.print("the folder's (--instruction)" if own is None else own, markup=False)
+
+
+@expand_options
+def priming(
+    collection: CollectionArgument,
+    options: Annotated[ServiceOptions, STORE],
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A file with the text; without it, the present one is printed."),
+    ] = None,
+    default: Annotated[bool, typer.Option("--default", help="Use the built-in text.")] = False,
+    namespace: ui.NamespaceOption = NAMESPACE,
+) -> None:
+    """Set the text behind which modules in later places are encoded, for mode `primed`.
+
+    States behind the earlier text are removed: the next `warm --mode primed` or questions encode
+    them again. About 300 tokens, like the documents of the collection, are enough.
+    """
+    check_namespace(namespace)
+    if default and file is not None:
+        raise ConfigurationError("give a file or --default, not both")
+    text = None if file is None else ui.read_text(file)
+    check_priming(text)
+    with ui.inspect_store(ui.read_settings(options)) as (database, store):
+        from ragcache.db import Catalog
+
+        catalog = Catalog(database, "", None, namespace)
+        if default or text is not None:
+            store.discard(catalog.set_priming(collection, text))
+        own = catalog.version(collection).priming
+    ui.console.print("the built-in text" if own is None else own, markup=False)
 
 
 @expand_options

@@ -54,6 +54,10 @@ _COMMANDS = {
         "documents.instruction",
         "Set the instruction with which the model reads the documents of a collection.",
     ),
+    "priming": (
+        "documents.priming",
+        "Set the text behind which modules of a collection in later places are encoded.",
+    ),
     "rm": ("documents.remove", "Remove documents, or a collection, with their states."),
     "warm": ("documents.warm", "Encode the states that no tier has any more."),
     "export": ("transfer.export_collection", "Write a collection with its states to one file."),

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
 from ragcache import Answer, AnswerSpan, Citation, Reuse, SourceDocument, Timings
-from ragcache.config import MAX_DESCRIPTION
+from ragcache.config import MAX_DESCRIPTION, MAX_PRIMING
 from ragcache.db.sql import page_of
 from ragcache_api.http.bodies import CollectionName
 from ragcache_api.http.sources import public_uri, without_path
@@ -283,6 +283,21 @@ class InstructionResponse(ResponseModel):
 
     instruction: str
     """The collection's own instruction, or else the service's default."""
+
+
+class PrimingRequest(RequestModel):
+    """A priming text for a collection."""
+
+    priming: Annotated[str, Field(min_length=1, max_length=MAX_PRIMING)] | None
+    """Text that modules in later places are encoded behind, at most 20,000 characters. Null
+    restores the built-in text."""
+
+
+class PrimingResponse(ResponseModel):
+    """The priming text of a collection."""
+
+    priming: str
+    """The collection's own text, or else the built-in one."""
 
 
 class CollectionCreatedResponse(ResponseModel):

@@ -32,7 +32,8 @@ def test_a_collection_is_made_empty_and_deleted_with_its_row(client: TestClient)
     again = client.post("/v1/collections", json={"name": "bare"})
     assert (again.status_code, again.json()["created"]) == (200, False)
     listed = {each["name"]: each for each in client.get("/v1/collections").json()["items"]}
-    assert listed["bare"] == {"name": "bare", "description": "", "documents": 0, "modules": 0}
+    bare = {"name": "bare", "description": "", "documents": 0, "modules": 0}
+    assert listed["bare"] == bare | {"own_priming": False}
     assert client.get("/v1/collections/bare/documents").json()["total"] == 0
     assert client.delete("/v1/collections/bare").json() == {"deleted": 0}
     names = [each["name"] for each in client.get("/v1/collections").json()["items"]]
@@ -424,3 +425,18 @@ def test_a_collection_has_an_instruction_of_its_own(client: TestClient) -> None:
     assert client.put(place, json={"instruction": " "}).status_code == 400
     assert client.put(place, json={"instruction": None}).json() == default
     assert client.put(place.replace("guide", "none"), json={"instruction": "x"}).status_code == 404
+
+
+def test_a_collection_has_a_priming_text_of_its_own(client: TestClient) -> None:
+    client.post("/v1/collections", json={"name": "primed"})
+    place = "/v1/collections/primed/priming"
+    default = client.get(place).json()
+    told = client.put(place, json={"priming": "# Minutes\n\nThe boats are painted in May."})
+    assert told.json() == client.get(place).json()
+    assert told.json() == {"priming": "# Minutes\n\nThe boats are painted in May."}
+    listed = client.get("/v1/collections").json()["items"]
+    assert [row["own_priming"] for row in listed if row["name"] == "primed"] == [True]
+    assert client.put(place, json={"priming": " "}).status_code == 400
+    assert client.put(place, json={"priming": "x" * 20_001}).status_code in (400, 422)
+    assert client.put(place, json={"priming": None}).json() == default
+    assert client.put(place.replace("primed", "none"), json={"priming": "x"}).status_code == 404

@@ -44,6 +44,8 @@ from ragcache_api.http.protocol import (
     JobResponse,
     PageOf,
     PageQuery,
+    PrimingRequest,
+    PrimingResponse,
     PublicId,
     event_stream,
     problems,
@@ -101,6 +103,21 @@ def set_instruction(
     """Change the instruction of a collection."""
     context.rag.collections.set_instruction(collection, body.instruction)
     return get_instruction(collection, context)
+
+
+@router.get("/{collection}/priming")
+def get_priming(collection: Collection, context: ContextDep) -> PrimingResponse:
+    """Return the text that a collection's modules in later places are encoded behind."""
+    return PrimingResponse(priming=context.rag.collections.priming(collection))
+
+
+@router.put("/{collection}/priming")
+def set_priming(
+    collection: Collection, body: PrimingRequest, context: ContextDep
+) -> PrimingResponse:
+    """Change the priming text of a collection. States behind the earlier text are removed."""
+    context.rag.collections.set_priming(collection, body.priming)
+    return get_priming(collection, context)
 
 
 @router.get("/{collection}/description")
