@@ -31,6 +31,9 @@ class PlainModel:
         """Take weights by their names in GGUF files, in the layout of Hugging Face's models."""
         self.shape, self.device = shape, device
         self.weights = {name: each.to(device).contiguous() for name, each in weights.items()}
+        self.halved = False
+        """Whether products are computed in bfloat16."""
+        self._halves: dict[str, Tensor] = {}
         half = shape.head // 2
         self.frequencies = shape.base ** (-torch.arange(half, dtype=torch.float64) / half)
         angles = torch.arange(positions)[:, None] * self.frequencies
@@ -76,16 +79,34 @@ class PlainModel:
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         bias = self.weights.get(f"{name}.bias")
-        return functional.linear(x, self.weights[f"{name}.weight"], bias)
+        found = self._product(x, f"{name}.weight")
+        return found if bias is None else found + bias
+
+    def _product(self, x: Tensor, name: str) -> Tensor:
+        if not self.halved:
+            return functional.linear(x, self.weights[name])
+        if name not in self._halves:
+            self._halves[name] = self.weights[name].bfloat16()
+        return functional.linear(x.bfloat16(), self._halves[name]).float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         name = "output.weight" if "output.weight" in self.weights else "token_embd.weight"
-        return functional.linear(hidden, self.weights[name])
+        return self._product(hidden, name)
 
     def turned(self, keys: Tensor, delta: int) -> Tensor:
         """Return keys [..., D] moved by `delta` positions."""
         angles = (delta * self.frequencies).to(self.device)
         return _rotated(keys, angles.cos().float(), angles.sin().float())
+
+    def rotated(self, keys: Tensor, begin: int) -> Tensor:
+        """Return keys [..., S, D] turned to positions `begin` and following."""
+        here = slice(begin, begin + keys.shape[-2])
+        return _rotated(keys, self.cos[here], self.sin[here])
+
+    def unrotated(self, keys: Tensor, begin: int) -> Tensor:
+        """Return keys [..., S, D] of positions `begin` and following, turned to position 0."""
+        here = slice(begin, begin + keys.shape[-2])
+        return _rotated(keys, self.cos[here], -self.sin[here])
 
     def forward(
         self,

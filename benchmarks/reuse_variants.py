@@ -13,18 +13,23 @@ with the question. Nothing of ragcache is imported by `measure`, which reads pro
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from plain_model import Cache, PlainModel
+from reuse_fit import StateFit
+from reuse_ideas import VARIANTS, ReuseVariant
+from reuse_prompts import KEYS, MAIN, TokenizedPrompt, batches, key_of, read_prompts, schedule
 from torch import Tensor
 
 RUN = 8
@@ -61,125 +66,6 @@ def _mixed(states: Sequence[Cache], weights: Sequence[float]) -> Cache:
     return Cache(keys, values)
 
 
-# Variants ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ReuseVariant:
-    """How a prompt is read.
-
-    Attributes:
-        states: The states of modules 2..k, or "exact".
-        first: Tokens at the front of modules 2..k that are computed: the last number counts for
-            all modules after it.
-        last: Tokens at the end of all modules but the last one that are computed.
-        chosen: What chooses further runs: "question", "layer" (CacheBlend), "oracle".
-        percent: Share of all module tokens that are chosen, in percent.
-        bias: Constant on the scores of modules 2..k.
-        scale: Factor of their scores.
-        rounded: States are rounded to bfloat16.
-    """
-
-    states: str
-    first: tuple[int, ...] = (0,)
-    last: int = 0
-    chosen: str = ""
-    percent: float = 0.0
-    bias: float = 0.0
-    scale: float = 1.0
-    rounded: bool = False
-
-
-def _all_variants() -> tuple[dict[str, ReuseVariant], list[str]]:
-    """Return all variants by name, and the names of those that are measured on every prompt."""
-    rooted, primed = ReuseVariant("rooted"), ReuseVariant("primed")
-    primed16 = replace(primed, first=(16,))
-    found = {
-        "rooted": rooted, "primed": primed,
-        "primed:8": replace(primed, first=(8,)), "primed:16": primed16,
-        "primed:32": replace(primed, first=(32,)),
-        "linked:16": replace(rooted, first=(16,)),
-        "blend:20": replace(rooted, chosen="layer", percent=20),
-        "exact, bfloat16 states": ReuseVariant("exact", rounded=True),
-        "primed, question 5 %": replace(primed, chosen="question", percent=5),
-        "mean of 4": ReuseVariant("mean4"), "mean of 4, 16": ReuseVariant("mean4", first=(16,)),
-        "by place": ReuseVariant("by place"), "by place, 16": ReuseVariant("by place", first=(16,)),
-        "900": ReuseVariant("900"), "900, 16": ReuseVariant("900", first=(16,)),
-        "own": ReuseVariant("own"), "own, 16": ReuseVariant("own", first=(16,)),
-        "rooted, bias -0.5": replace(rooted, bias=-0.5),
-        "primed, bias -0.25": replace(primed, bias=-0.25),
-        "primed:16, bias -0.25": replace(primed16, bias=-0.25),
-    }  # fmt: skip
-    core = list(found)
-    for bias in (-1.0, -0.75, -0.25):
-        found[f"rooted, bias {bias}"] = replace(rooted, bias=bias)
-    for bias in (-1.0, -0.75, -0.5, 0.25):
-        found[f"primed, bias {bias}"] = replace(primed, bias=bias)
-        found[f"primed:16, bias {bias}"] = replace(primed16, bias=bias)
-    for scale in (0.95, 1.05):
-        found[f"primed, scale {scale}"] = replace(primed, scale=scale)
-        found[f"primed:16, scale {scale}"] = replace(primed16, scale=scale)
-    found |= {
-        "primed, question 10 %": replace(primed, chosen="question", percent=10),
-        "primed:8, question 2.5 %": replace(primed, first=(8,), chosen="question", percent=2.5),
-        "primed, layer 5 %": replace(primed, chosen="layer", percent=5),
-        "primed, oracle 5 %": replace(primed, chosen="oracle", percent=5),
-        "primed, oracle 20 %": replace(primed, chosen="oracle", percent=20),
-        "primed:32,8": replace(primed, first=(32, 8)),
-        "primed:8,16,24": replace(primed, first=(8, 16, 24)),
-        "primed:8, last 8": replace(primed, first=(8,), last=8),
-        "600": ReuseVariant("600"), "Chinese": ReuseVariant("Chinese"),
-        "Chinese, 16": ReuseVariant("Chinese", first=(16,)),
-        "mean of 2": ReuseVariant("mean2"),
-        "mean of 4, question 5 %": ReuseVariant("mean4", chosen="question", percent=5),
-        "beyond primed 0.25": ReuseVariant("beyond"),
-        "before": ReuseVariant("before"), "before, 16": ReuseVariant("before", first=(16,)),
-        "exact of neighbors": ReuseVariant("neighbors"),
-    }  # fmt: skip
-    return found, core
-
-
-VARIANTS, CORE = _all_variants()
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizedPrompt:
-    """A prompt in tokens."""
-
-    row: dict[str, Any]
-    modules: list[list[int]]
-    question: list[int]
-    own: list[int]
-    """Tokens of other modules of the same set."""
-
-    def starts(self, preamble: int) -> list[int]:
-        return list(accumulate(map(len, self.modules), initial=preamble))
-
-
-def read_prompts(file: Path) -> list[TokenizedPrompt]:
-    """Read prompts of `reuse.py prepare`. Each takes text of its set from another prompt."""
-    with gzip.open(file, "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["set"], row["k"], row["module_tokens"]), []).append(row)
-    found = []
-    for group in groups.values():
-        for at, row in enumerate(group):
-            here = {tuple(module) for module in row["modules"]}
-            others = (
-                module
-                for other in [*group[at + 1 :], *group[:at]]
-                for module in other["modules"]
-                if tuple(module) not in here
-            )
-            own: list[int] = []
-            while len(own) < 300 and (more := next(others, None)) is not None:
-                own += more
-            found.append(TokenizedPrompt(row, row["modules"], row["question"], own[:300]))
-    return found
-
-
 class VariantComparison:
     """Compares variants over the prompts of a batch, which have one number of modules."""
 
@@ -189,8 +75,9 @@ class VariantComparison:
         texts: dict[str, Any],
         prompts: Sequence[TokenizedPrompt],
         tokens: int,
+        fit: StateFit | None = None,
     ) -> None:
-        self.model, self.prompts, self.tokens = model, prompts, tokens
+        self.model, self.prompts, self.tokens, self.fit = model, prompts, tokens, fit
         self.texts, self.preamble = texts, texts["preamble"]
         self.stops = set(texts["stop_ids"])
         self.starts = [each.starts(len(self.preamble)) for each in prompts]
@@ -202,24 +89,46 @@ class VariantComparison:
         self._states: dict[str, list[Cache]] = {}
         self._exact()
 
+    @cached_property
+    def reordered(self) -> Cache:
+        """States of the prompts with modules 2..k in reverse order."""
+        return self._dense([[p.modules[0], *p.modules[:0:-1]] for p in self.prompts])[0]
+
     def _tensor(self, lists: Sequence[Sequence[int]]) -> Tensor:
         """Return lists of one length or of several, padded with their last number."""
         most = max(map(len, lists))
         padded = [[*each, *[each[-1]] * (most - len(each))] for each in lists]
         return torch.tensor(padded, device=self.model.device)
 
+    @cached_property
+    def halved(self) -> Cache:
+        """States of the prompts, computed with products in bfloat16."""
+        with self._products_in_half(True):
+            return self._dense([p.modules for p in self.prompts])[0]
+
+    @contextmanager
+    def _products_in_half(self, wanted: bool) -> Iterator[None]:
+        self.model.halved = wanted
+        try:
+            yield
+        finally:
+            self.model.halved = False
+
     def _exact(self) -> None:
-        model = self.model
-        whole = [
-            [*self.preamble, *(t for module in p.modules for t in module), *p.question]
-            for p in self.prompts
-        ]
-        self.exact = model.cache(len(whole), self.length)
-        rows = [list(range(len(each))) for each in whole]
-        hidden = model.forward(self._tensor(whole), self._tensor(rows), self.exact)
-        last = [len(each) - 1 for each in whole]
-        first = model.logits(hidden[range(len(whole)), last]).argmax(-1)
+        self.exact, hidden = self._dense([p.modules for p in self.prompts])
+        last = [s[-1] + len(p.question) - 1 for s, p in zip(self.starts, self.prompts, strict=True)]
+        first = self.model.logits(hidden[range(len(last)), last]).argmax(-1)
         self.answers = self.generated(first, last, self.exact)
+
+    def _dense(self, modules: Sequence[Sequence[list[int]]]) -> tuple[Cache, Tensor]:
+        """Compute the prompts with these modules. Return their states and final states."""
+        whole = [
+            [*self.preamble, *(t for module in own for t in module), *p.question]
+            for own, p in zip(modules, self.prompts, strict=True)
+        ]
+        cache = self.model.cache(len(whole), self.length)
+        rows = [list(range(len(each))) for each in whole]
+        return cache, self.model.forward(self._tensor(whole), self._tensor(rows), cache)
 
     def generated(self, first: Tensor, last: Sequence[int], cache: Cache, **kept: Any) -> Any:
         """Return greedy answers with their stop tokens. `first`: the first token of each."""
@@ -254,6 +163,14 @@ class VariantComparison:
             return self._encoded_behind([self.prompts[n].own for n, _ in self.places])
         if name == "before":
             return self._encoded_behind([self.prompts[n].modules[m - 1] for n, m in self.places])
+        if name in ("similar", "3 similar"):  # the most similar one last
+            most = 1 if name == "similar" else 3
+            found = [self.prompts[n].similar[m][:most][::-1] for n, m in self.places]
+            return self._encoded_behind([[t for text in each for t in text] for each in found])
+        if name in ("shifted", "fitted"):
+            assert self.fit is not None
+            weights = self.fit.weights(linear=name == "fitted")
+            return [self.fit.corrected(each, weights) for each in self.states("primed")]
         if name == "neighbors":  # the same modules in another order
             orders = [
                 [t for module in self.prompts[n].modules[:m][::-1] for t in module]
@@ -309,20 +226,55 @@ class VariantComparison:
         values = cache.values[:, n, :, begin : begin + length].clone()
         return Cache(self.model.turned(keys, -begin), values)
 
+    def teach(self, fit: StateFit) -> None:
+        """Show primed states and exact ones."""
+        for (n, m), states in zip(self.places, self.states("primed"), strict=True):
+            begin, end = self.starts[n][m], self.starts[n][m + 1]
+            fit.add(states, self._part(self.exact, n, begin, end - begin))
+
     def read(self, variant: ReuseVariant, cache: Cache, at: int) -> None:
         """Write the kept states of a variant of all prompts into rows `at` and following."""
         here = slice(at, at + len(self.prompts))
-        cache.keys[:, here] = self.exact.keys
-        cache.values[:, here] = self.exact.values
-        if variant.states != "exact":
+        source = self.reordered if variant.states == "reordered" else self.exact
+        source = self.halved if variant.halved else source
+        cache.keys[:, here] = source.keys
+        cache.values[:, here] = source.values
+        if variant.states not in ("exact", "reordered"):
             kept = zip(self.places, self.states(variant.states), strict=True)
             for (n, m), states in kept:
                 begin, end = self.starts[n][m], self.starts[n][m + 1]
                 cache.keys[:, at + n, :, begin:end] = self.model.turned(states.keys, begin)
                 cache.values[:, at + n, :, begin:end] = states.values
+        if variant.drift:
+            self._drift(variant, cache, at)
         if variant.rounded:
             for each in (cache.keys, cache.values):
                 each[:, here] = each[:, here].bfloat16().float()
+
+    def _drift(self, variant: ReuseVariant, cache: Cache, at: int) -> None:
+        """Move the states of each module by the mean deviation of its first tokens in context."""
+        model, count = self.model, len(self.prompts)
+        own = [self.computed(variant, n) for n in range(count)]
+        computed = model.cache(count, self.length)
+        for one, other in ((computed.keys, cache.keys), (computed.values, cache.values)):
+            one.copy_(other[:, at : at + count])
+        whole = [
+            [*self.preamble, *(t for module in p.modules for t in module)] for p in self.prompts
+        ]
+        tokens = [[whole[n][p] for p in own[n]] for n in range(count)]
+        model.forward(self._tensor(tokens), self._tensor(own), computed)
+        for n, starts in enumerate(self.starts):
+            for begin, end in pairwise(starts[1:]):
+                first = len([p for p in own[n] if begin <= p < end])
+                kept, found = slice(begin, end), slice(begin, begin + first)
+                for name in ("keys", "values") if "keys" in variant.drifting else ("values",):
+                    states, other = getattr(cache, name)[:, at + n], getattr(computed, name)[:, n]
+                    turn = name == "keys"
+                    old = model.unrotated(states[:, :, kept], begin) if turn else states[:, :, kept]
+                    new = model.unrotated(other[:, :, found], begin) if turn else other[:, :, found]
+                    shift = (new - old[:, :, :first])[:, :, first // 2 :].mean(2, keepdim=True)
+                    moved = old + variant.drift * shift
+                    states[:, :, kept] = model.rotated(moved, begin) if turn else moved
 
     def computed(self, variant: ReuseVariant, n: int) -> list[int]:
         """Return the positions of module tokens that are computed in prompt `n`."""
@@ -366,6 +318,13 @@ class VariantComparison:
 
     def _attention(self, _: str, states: str) -> list[list[float]]:
         """The attention of the question over kept states, to modules 2..k alone."""
+        drawn = self._drawn(states)
+        for n, starts in enumerate(self.starts):
+            drawn[n, : starts[1]] = 0
+        return drawn.tolist()
+
+    def _drawn(self, states: str) -> Tensor:
+        """Return the attention [B, N] of the question over kept states, to each position."""
         cache = self.model.cache(len(self.prompts), self.length)
         self.read(ReuseVariant(states), cache, 0)
         drawn = torch.zeros(len(self.prompts), self.length, device=self.model.device)
@@ -375,9 +334,19 @@ class VariantComparison:
             for s, p in zip(self.starts, self.prompts, strict=True)
         ]
         self.model.forward(tokens, self._tensor(rows), cache, drawn=drawn)
-        for n, starts in enumerate(self.starts):
-            drawn[n, : starts[1]] = 0
-        return drawn.tolist()
+        return drawn
+
+    def masses(self) -> dict[str, list[float]]:
+        """Return the share of the questions' attention that modules 2..k draw, by states."""
+        found = {}
+        for states in ("exact", "rooted", "primed", "before"):
+            shares = self._drawn(states)
+            shares /= shares.sum(1, keepdim=True)
+            found[states] = [
+                float(own[starts[1] : starts[-1]].sum())
+                for own, starts in zip(shares, self.starts, strict=True)
+            ]
+        return found
 
     def _deviation(self, chosen: str, states: str) -> list[list[float]]:
         """Squared distance of values from exact ones: of the second layer, or of all layers."""
@@ -393,12 +362,12 @@ class VariantComparison:
         count = len(self.prompts)
         found: list[dict[str, Any]] = [{} for _ in range(count)]
         reference = None
-        groups: dict[int, list[str]] = {}
+        groups: dict[tuple[bool, int], list[str]] = {}
         for name in names:
-            cost = max(len(self.computed(VARIANTS[name], n)) for n in range(count))
-            groups.setdefault((cost > 0) + (cost > 20 * len(self.prompts[0].modules)), []).append(
-                name
-            )
+            variant = VARIANTS[name]
+            cost = max(len(self.computed(variant, n)) for n in range(count))
+            size = (cost > 0) + (cost > 20 * len(self.prompts[0].modules))
+            groups.setdefault((variant.halved, size), []).append(name)
         for n, logs in enumerate(self._forced(["exact"], [ReuseVariant("exact")])[0]):
             found[n]["exact"] = logs
         reference = [found[n]["exact"].pop("logs") for n in range(count)]
@@ -457,14 +426,15 @@ class VariantComparison:
                 rows.append([*own, *range(end, end + len(asked))])
                 ends.append(len(tokens[-1]))
                 costs.append(len(own))
-        hidden = model.forward(self._tensor(tokens), self._tensor(rows), cache, **extra)
-        scored = [
-            model.logits(hidden[b, end - len(self.answers[b % count]) : end]).log_softmax(-1)
-            for b, end in enumerate(ends)
-        ]
-        begins = torch.stack([each[0].argmax() for each in scored])
         last = [s[-1] + len(p.question) - 1 for s, p in zip(self.starts, self.prompts, strict=True)]
-        answers = self.generated(begins, last * len(variants), cache, **extra)
+        with self._products_in_half(variants[0].halved):
+            hidden = model.forward(self._tensor(tokens), self._tensor(rows), cache, **extra)
+            scored = [
+                model.logits(hidden[b, end - len(self.answers[b % count]) : end]).log_softmax(-1)
+                for b, end in enumerate(ends)
+            ]
+            begins = torch.stack([each[0].argmax() for each in scored])
+            answers = self.generated(begins, last * len(variants), cache, **extra)
         return [
             [
                 {"logs": scored[b], "computed": costs[b], "answer": self._without_stop(answers[b])}
@@ -480,31 +450,6 @@ class VariantComparison:
 # Commands ------------------------------------------------------------------------------------
 
 
-def schedule(
-    prompts: Sequence[TokenizedPrompt], full: int, most: int
-) -> Iterator[tuple[str, list[TokenizedPrompt]]]:
-    """Yield lists of prompts: all variants of the main setting, then others with fewer variants."""
-    main = [p for p in prompts if (p.row["k"], p.row["module_tokens"]) == (4, 384)]
-    others = [p for p in prompts if (p.row["k"], p.row["module_tokens"]) != (4, 384)]
-    yield "all", [p for p in main if p.row["number"] < full]
-    yield "core", [p for p in others if p.row["number"] < full]
-    yield "core", [p for p in main if full <= p.row["number"] < most]
-    yield "core", [p for p in others if full <= p.row["number"] < most]
-
-
-def batches(prompts: Sequence[TokenizedPrompt], size: int) -> Iterator[list[TokenizedPrompt]]:
-    """Yield batches of one setting. All sets take turns."""
-    waves: dict[tuple[int, int, int], list[TokenizedPrompt]] = {}
-    for prompt in prompts:
-        row = prompt.row
-        waves.setdefault((row["number"] // 10, row["k"], row["module_tokens"]), []).append(prompt)
-    for (_, k, _), wave in sorted(waves.items(), key=lambda item: item[0]):
-        wave.sort(key=lambda p: sum(map(len, p.modules)))
-        step = max(1, size * 4 // max(k, 4))
-        for begin in range(0, len(wave), step):
-            yield wave[begin : begin + step]
-
-
 @torch.inference_mode()
 def measure(options: argparse.Namespace) -> None:
     began = time.perf_counter()
@@ -514,16 +459,23 @@ def measure(options: argparse.Namespace) -> None:
     texts = json.loads(options.texts.read_text(encoding="utf-8"))
     prompts = read_prompts(options.prompts)
     print(f"ready after {time.perf_counter() - began:.0f} s", flush=True)
-    done = 0
+    parts = options.parts.split(",")
+    known = set(map(tuple, json.loads(options.known.read_text()))) if options.known else set()
+    done, fit, masses = 0, None, defaultdict[str, list[float]](list)
     with options.rows.open("a", encoding="utf-8") as out:
-        for kind, part in schedule(prompts, options.full, options.most):
-            names = list(VARIANTS) if kind == "all" else CORE
+        for names, part in schedule(prompts, parts, options.full, known):
+            if "fitted" in names:
+                fit = fitted(model, texts, prompts, options.batch)
             for batch in batches(part, options.batch):
                 if time.perf_counter() - began > options.limit:
-                    print(f"{done} prompts, stopped in {kind}", flush=True)
+                    print(f"{done} prompts, stopped", flush=True)
                     return
                 try:
-                    compared = VariantComparison(model, texts, batch, options.answer_tokens)
+                    compared = VariantComparison(model, texts, batch, options.answer_tokens, fit)
+                    if not names:
+                        for states, shares in compared.masses().items():
+                            masses[states] += shares
+                        continue
                     found = compared.compare(names)
                 except Exception:
                     traceback.print_exc()
@@ -531,13 +483,30 @@ def measure(options: argparse.Namespace) -> None:
                         torch.cuda.empty_cache()
                     continue
                 for prompt, modes in zip(batch, found, strict=True):
-                    row = {
-                        key: prompt.row[key] for key in ("set", "k", "module_tokens", "number")
-                    } | {"documents": sum(map(len, prompt.modules)), "modes": modes}
+                    row = dict(zip(KEYS, key_of(prompt.row), strict=True))
+                    row |= {"documents": sum(map(len, prompt.modules)), "modes": modes}
                     out.write(json.dumps(row) + "\n")
                 out.flush()
                 done += len(batch)
-            print(f"{kind}: {done} prompts, {time.perf_counter() - began:.0f} s", flush=True)
+            print(f"{len(names)} variants: {done} prompts, {time.perf_counter() - began:.0f} s")
+            if not names:
+                means = {states: round(fmean(shares), 4) for states, shares in masses.items()}
+                print(f"attention to modules 2..k: {means}", flush=True)
+
+
+def fitted(
+    model: PlainModel, texts: dict[str, Any], prompts: Sequence[TokenizedPrompt], batch: int
+) -> StateFit:
+    """Fit the correction of primed states to the last four prompts of each set."""
+    main: dict[str, list[TokenizedPrompt]] = {}
+    for prompt in prompts:
+        if (prompt.row["k"], prompt.row["module_tokens"]) == MAIN:
+            main.setdefault(prompt.row["set"], []).append(prompt)
+    chosen = [p for own in main.values() for p in own[-4:]]
+    fit = StateFit(model)
+    for part in batches(chosen, batch):
+        VariantComparison(model, texts, part, 1).teach(fit)
+    return fit
 
 
 def texts(options: argparse.Namespace) -> None:
@@ -572,7 +541,10 @@ def main() -> None:
     one.add_argument("--device", default="cpu")
     one.add_argument("--batch", type=int, default=8)
     one.add_argument("--full", type=int, default=40, help="Prompts of a set with all variants.")
-    one.add_argument("--most", type=int, default=300, help="Most prompts of a set and setting.")
+    one.add_argument(
+        "--parts", default="all,core", help="Of all, later, masses and core, in order."
+    )
+    one.add_argument("--known", type=Path, help="JSON list of keys that are measured already.")
     one.add_argument("--answer-tokens", type=int, default=24)
     one.add_argument("--limit", type=float, default=1e9, help="Seconds.")
     one.add_argument("--tf32", action="store_true")

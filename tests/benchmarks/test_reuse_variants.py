@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from plain_model import PlainModel, Shape
-from reuse_variants import VARIANTS, ReuseVariant, TokenizedPrompt, VariantComparison
+from reuse_fit import StateFit
+from reuse_ideas import VARIANTS, ReuseVariant
+from reuse_prompts import TokenizedPrompt
+from reuse_variants import VariantComparison
 
 from tests.tiny_models import random_tokens, tiny_model
 
@@ -65,11 +68,14 @@ def test_variants_that_compute_all_tokens_are_exact(model: tuple[Any, PlainModel
         TokenizedPrompt(
             {}, [random_tokens(size, seed=n + size) for size in (17, 9, 24)],
             random_tokens(6, seed=n), random_tokens(10, seed=20 + n),
+            [[], *([random_tokens(7, seed=30 + n)],) * 2],
         )
         for n in range(2)
     ]  # fmt: skip
-    compared = VariantComparison(model[1], texts, prompts, tokens=4)
-    for name in ("rooted", "mean4", "own", "before", "by place", "beyond"):
+    fit = StateFit(model[1])
+    VariantComparison(model[1], texts, prompts, tokens=1).teach(fit)
+    compared = VariantComparison(model[1], texts, prompts, tokens=4, fit=fit)
+    for name in ("rooted", "mean4", "own", "before", "by place", "beyond", "similar", "fitted"):
         whole = ReuseVariant(name, first=(99,), bias=-0.5, scale=0.9)
         [own, _] = compared._forced(["whole"], [whole])[0]
         assert own["answer"] == compared.answers[0]

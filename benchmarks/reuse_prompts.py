@@ -1,0 +1,97 @@
+"""Prompts for `reuse_variants.py`, and the order in which they are measured."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from reuse_ideas import CORE, LATER, VARIANTS
+
+MAIN = 4, 384
+"""Number and size of the modules that are measured first."""
+KEYS = "set", "k", "module_tokens", "number"
+Key = tuple[str, int, int, int]
+"""Values of `KEYS`, which a prompt is known by."""
+
+
+def key_of(row: dict[str, Any]) -> Key:
+    return row["set"], row["k"], row["module_tokens"], row["number"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt in tokens."""
+
+    row: dict[str, Any]
+    modules: list[list[int]]
+    question: list[int]
+    own: list[int]
+    """Tokens of other modules of the same set."""
+    similar: list[list[list[int]]] = field(default_factory=list)
+    """Tokens of the modules of the same set that are most similar to each module, by BM25."""
+
+    def starts(self, preamble: int) -> list[int]:
+        return list(accumulate(map(len, self.modules), initial=preamble))
+
+
+def read_prompts(file: Path) -> list[TokenizedPrompt]:
+    """Read prompts of `reuse.py prepare`. Each takes text of its set from another prompt."""
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["set"], row["k"], row["module_tokens"]), []).append(row)
+    found = []
+    for group in groups.values():
+        for at, row in enumerate(group):
+            here = {tuple(module) for module in row["modules"]}
+            others = (
+                module
+                for other in [*group[at + 1 :], *group[:at]]
+                for module in other["modules"]
+                if tuple(module) not in here
+            )
+            own: list[int] = []
+            while len(own) < 300 and (more := next(others, None)) is not None:
+                own += more
+            similar = row.get("similar", [])
+            found.append(TokenizedPrompt(row, row["modules"], row["question"], own[:300], similar))
+    return found
+
+
+def schedule(
+    prompts: Sequence[TokenizedPrompt], parts: Sequence[str], full: int, known: Set[Key]
+) -> Iterator[tuple[list[str], list[TokenizedPrompt]]]:
+    """Yield variants, and the prompts that they are measured on."""
+    main = [p for p in prompts if (p.row["k"], p.row["module_tokens"]) == MAIN]
+    first = [p for p in main if p.row["number"] < full]
+    done = set(known)
+    for part in parts:
+        if part == "masses":
+            yield [], first
+        elif part == "core":
+            left = [p for p in prompts if key_of(p.row) not in done]
+            yield CORE, [p for p in left if p in main]
+            yield CORE, [p for p in left if p not in main]
+        else:
+            chosen = [p for p in first if p.similar or part == "all"]
+            yield list(VARIANTS) if part == "all" else LATER, chosen
+            done.update(key_of(p.row) for p in chosen)
+
+
+def batches(prompts: Sequence[TokenizedPrompt], size: int) -> Iterator[list[TokenizedPrompt]]:
+    """Yield batches of one setting. All sets take turns."""
+    waves: dict[tuple[int, int, int], list[TokenizedPrompt]] = {}
+    for prompt in prompts:
+        row = prompt.row
+        waves.setdefault((row["number"] // 10, row["k"], row["module_tokens"]), []).append(prompt)
+    for (_, k, _), wave in sorted(waves.items(), key=lambda item: item[0]):
+        wave.sort(key=lambda p: sum(map(len, p.modules)))
+        step = max(1, size * 4 // max(k, 4))
+        for begin in range(0, len(wave), step):
+            yield wave[begin : begin + step]
