@@ -46,7 +46,7 @@ from ragcache.evaluation.datasets import DatasetBuilder, Over, answers_of, read_
 from ragcache_api.cli.console import example_handbook
 from ragcache_api.cli.evaluate import format_mean
 
-MODES = "exact,rooted,linked:16,isolated"
+MODES = "exact,rooted,primed:16,isolated"
 TOKENS = 32  # of an answer
 PORTION = 25  # questions that are asked in all modes before the next ones
 

@@ -18,8 +18,9 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,19 +29,21 @@ import torch
 import typer
 from torch import Tensor
 
+from ragcache.documents.split import split_text
 from ragcache.engine import EncodeJob, EngineConfig, LLMEngine, Request, Segment
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.engine.runner import RaggedModelRunner
+from ragcache.evaluation import Dataset
 from ragcache.models import LoadedModel, load_model, prompt_frame
 from ragcache.modes import EXACT, ReuseMode
 from ragcache.pipeline.ask import lay_out
-from ragcache.pipeline.blend import blend_prompt
 from ragcache.pipeline.module_states import PRIMING_TEXT, Surroundings
 from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, TokenPrompt, build_context
+from ragcache.retrieval import BM25Index
 from ragcache.states import KVKey, KVStates
 
-MODES = "rooted,primed,primed:16,linked:16,linked:32,blend:20"
+MODES = "rooted,primed,primed:16,primed:64"
 SETS: dict[str, tuple[str, Literal["all", "own"]]] = {
     "MuSiQue": ("musique_s.json", "own"),
     "QMSum": ("qmsum.val.jsonl", "own"),
@@ -71,6 +74,8 @@ class ReusePrompt:
     modules: list[list[int]]
     question: list[int]
     answers: list[str]
+    similar: list[list[list[int]]] = field(default_factory=list)
+    """For each module, the three modules of the set that are most similar to it."""
 
     @property
     def setting(self) -> tuple[int, int]:
@@ -94,12 +99,14 @@ def prepare(
     prompts: Path,
     data: Annotated[Path, typer.Option()],
     settings: Annotated[str, typer.Option(help="k:module_tokens:questions of a set")] = (
-        "4:384:300,8:384:60,2:384:60,4:128:60"
+        "4:384:300,8:384:100,2:384:100,4:128:100,2:128:100,8:128:100"
     ),
+    similar: Annotated[
+        int, typer.Option(help="Questions of a set whose modules have similar ones beside them.")
+    ] = 0,
 ) -> None:
     """Retrieve modules by BM25, without a threshold, and tokenize."""
     from quality import load_set
-    from recomputation import over_documents, retrieve, splitter
     from transformers import AutoTokenizer
 
     from ragcache.models.tokenizer import PromptTokenizer
@@ -116,18 +123,46 @@ def prepare(
         for name, (file, over) in SETS.items():
             dataset = load_set(data / file, over)
             for k, tokens, questions in (map(int, s.split(":")) for s in settings.split(",")):
-                asked = over_documents(dataset.sample(questions), splitter(spelled.encode, tokens))
-                for number, each in enumerate(asked):
-                    texts = [each.texts[at] for at in retrieve(each.question, each.texts, k)]
+                sampled = dataset.sample(questions)
+                modules_of = SetModules(sampled, spelled.encode, tokens)
+                for number, each in enumerate(sampled.questions):
+                    texts = modules_of.find(each.question, each.own, k)
                     question = [*before, *spelled.encode(each.question.strip()), *after]
                     modules = [spelled.encode(text) for text in texts]
                     if len(modules) == k:
                         made = ReusePrompt(
                             name, k, tokens, number, modules, question, list(each.answers)
                         )
+                        if number < similar and made.setting == MAIN:
+                            made.similar.extend(
+                                [spelled.encode(t) for t in modules_of.like(text, each.own)]
+                                for text in texts
+                            )
                         out.write(json.dumps(asdict(made)) + "\n")
                         count += 1
     print(f"{count} prompts")
+
+
+class SetModules:
+    """The modules of a set, found by BM25."""
+
+    def __init__(self, dataset: Dataset, encode: Callable[[str], list[int]], tokens: int) -> None:
+        split = partial(split_text, limit=tokens, count_tokens=lambda text: len(encode(text)))
+        self.texts = {each.id: split(each.text) for each in dataset.documents}
+        self._indexed: tuple[tuple[str, ...], list[str], BM25Index] | None = None
+
+    def find(self, query: str, documents: tuple[str, ...], count: int) -> list[str]:
+        """Return the best texts among documents, or among all if none is named."""
+        chosen = documents or tuple(self.texts)
+        if self._indexed is None or self._indexed[0] != chosen:
+            texts = [text for each in chosen for text in self.texts[each]]
+            self._indexed = chosen, texts, BM25Index(dict(enumerate(texts)))
+        _, texts, index = self._indexed
+        return [texts[number] for number, _ in index.search(query, count)]
+
+    def like(self, text: str, documents: tuple[str, ...]) -> list[str]:
+        """Return the three texts that are most similar to one."""
+        return [each for each in self.find(text, documents, 6) if each != text][:3]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,12 +217,7 @@ class ReuseReader:
         found = [ReadVariant(str(EXACT), whole.prompt(), [exact])]
         for mode, layout in layouts.items():
             states = [self.root, *(kept[g.modules, g.encoding] for g in layout.groups[1:])]
-            made = layout.prompt()
-            if mode.blend_percent:
-                ids = [group.token_ids for group in layout.groups]
-                causal, percent = self.model.causal, mode.blend_percent
-                made = blend_prompt(made, percent, states, ids, causal, self.engine)
-            found.append(ReadVariant(str(mode), made, states))
+            found.append(ReadVariant(str(mode), layout.prompt(), states))
         return found
 
     def _job(self, group: ModuleGroup) -> EncodeJob:
@@ -357,8 +387,11 @@ def report(model: str, prompts: Path, rows: Path, json_file: Path | None = None)
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     known = {(p.set, p.k, p.module_tokens, p.number): p for p in read_prompts(prompts)}
-    groups = defaultdict(list)
+    groups, merged = defaultdict(list), dict[tuple[Any, ...], dict[str, Any]]()
     for row in map(json.loads, rows.read_text(encoding="utf-8").splitlines()):
+        key = row["set"], row["k"], row["module_tokens"], row["number"]
+        merged.setdefault(key, row)["modes"] |= row["modes"]
+    for row in merged.values():
         accepted = known[row["set"], row["k"], row["module_tokens"], row["number"]].answers
         for each in row["modes"].values():
             text = tokenizer.decode(each["answer"], skip_special_tokens=True)

@@ -46,104 +46,79 @@ class ModeKind:
     none."""
     help: str
     """A sentence for users."""
-    unit: Literal["", "tokens", "percent"] = ""
-    """Meaning of the number after the colon: `tokens` at the front of each module that are computed
-    in context, or `percent` of the modules' tokens that are computed again. Empty for kinds without
-    a number."""
     most: int = 0
-    """Largest number after the colon."""
+    """Largest number after the colon: of tokens at the front of each later module that are computed
+    in context. 0 for kinds without a number."""
     most_measured: int = 0
     """Largest number whose distance from `exact` is measured."""
     later_encoding: Encoding | None = None
     """How the states of further modules are encoded. Defaults to `encoding`."""
-    optional: bool = False
-    """Whether the number may be left out."""
 
     @property
     def spelling(self) -> str:
-        """The form that users write, such as `linked:N`."""
-        if not self.unit:
-            return self.name
-        number = ":R" if self.unit == "percent" else ":N"
-        return f"{self.name}[{number}]" if self.optional else self.name + number
-
-    @property
-    def numberless(self) -> bool:
-        """Whether the name alone is a mode."""
-        return self.optional or not self.unit
+        """The form that users write, such as `primed[:N]`."""
+        return f"{self.name}[:N]" if self.most else self.name
 
     @property
     def pattern(self) -> str:
         """Regular expression of the mode's texts."""
-        if not self.unit:
-            return self.name
-        number = f":[1-9][0-9]{{0,{len(str(self.most)) - 1}}}"
-        return f"{self.name}({number})?" if self.optional else self.name + number
+        digits = len(str(self.most)) - 1
+        return f"{self.name}(:[1-9][0-9]{{0,{digits}}})?" if self.most else self.name
 
 
-_ROOTED = ModeKind("rooted", AFTER_PREAMBLE, "States that were encoded after the preamble.")
+_MOST_TOKENS, _MOST_MEASURED = 999_999, 32
+_ROOTED = ModeKind(
+    "rooted",
+    AFTER_PREAMBLE,
+    "States that were encoded after the preamble; with N, the first N tokens of modules after the "
+    "first are computed in context.",
+    _MOST_TOKENS,
+    _MOST_MEASURED,
+)
 _PRIMED = ModeKind(
     "primed",
     AFTER_PREAMBLE,
-    "Rooted, but modules after the first have states that were encoded behind other text; with N, "
-    "their first N tokens are computed in context.",
-    "tokens",
-    most=999_999,
-    most_measured=32,
-    later_encoding=AFTER_OTHER_TEXT,
-    optional=True,
-)
-_LINKED = ModeKind(
-    "linked",
-    AFTER_PREAMBLE,
-    "Rooted, with the first N tokens of each module computed in context.",
-    "tokens",
-    most=999_999,
-    most_measured=32,
-)
-_BLEND = ModeKind(
-    "blend",
-    AFTER_PREAMBLE,
-    "Rooted, with the R percent of tokens that context changes most computed again.",
-    "percent",
-    most=99,
-    most_measured=99,
+    "As rooted, but modules after the first have states that were encoded behind other text.",
+    _MOST_TOKENS,
+    _MOST_MEASURED,
+    AFTER_OTHER_TEXT,
 )
 _ISOLATED = ModeKind("isolated", WITHOUT_CONTEXT, "States that were encoded without any context.")
 _EXACT = ModeKind("exact", None, "No states: an ordinary prefill.")
 
-KINDS = {kind.name: kind for kind in (_ROOTED, _PRIMED, _LINKED, _BLEND, _ISOLATED, _EXACT)}
+KINDS = {kind.name: kind for kind in (_ROOTED, _PRIMED, _ISOLATED, _EXACT)}
 """All kinds of reuse by name, in the order in which users read about them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReuseMode:
-    """A kind of reuse with its number, such as `linked:16`.
+    """A kind of reuse with its number, such as `primed:16`.
 
     Pydantic models may have fields of this type. They are validated by `parse` and serialized as
     the text.
 
     Example:
-        >>> ReuseMode.parse("linked:16").linked_tokens
+        >>> ReuseMode.parse("primed:16").amount
         16
     """
 
     kind: ModeKind
     amount: int = 0
-    """The number after the colon. 0 for modes without a number."""
+    """The number after the colon: of tokens at the front of each module after the first that are
+    computed in context."""
 
     @classmethod
     def parse(cls, text: str | ReuseMode) -> ReuseMode:
         """Parse a mode as users write it. A `ReuseMode` is returned unchanged.
 
         Raises:
-            ConfigurationError: The kind is unknown, or its number is missing or out of bounds.
+            ConfigurationError: The kind is unknown, or its number is out of bounds.
         """
         if isinstance(text, ReuseMode):
             return text
         name, colon, number = str(text).partition(":")
         kind = KINDS.get(name)
-        if kind is None or (colon and not kind.unit) or not (colon or kind.numberless):
+        if kind is None or (colon and not kind.most):
             raise ConfigurationError(f"unknown mode {text!r:.80}; modes: {spellings()}")
         if not colon:
             return cls(kind)
@@ -152,7 +127,7 @@ class ReuseMode:
                 f"mode is {text!r:.80}; write {kind.spelling}, such as {name}:16"
             )
         if int(number) > kind.most:
-            raise ConfigurationError(f"mode is {text!r:.80}; it takes 1 to {kind.most} {kind.unit}")
+            raise ConfigurationError(f"mode is {text!r:.80}; it takes 1 to {kind.most} tokens")
         return cls(kind, int(number))
 
     def __str__(self) -> str:
@@ -179,19 +154,9 @@ class ReuseMode:
         return self.kind.encoding is not None
 
     @property
-    def linked_tokens(self) -> int:
-        """Number of tokens at the front of each module that are computed in context."""
-        return self.amount if self.kind.unit == "tokens" else 0
-
-    @property
-    def blend_percent(self) -> int:
-        """Percentage of the modules' tokens that are computed again."""
-        return self.amount if self.kind.unit == "percent" else 0
-
-    @property
     def reads_parts(self) -> bool:
         """Whether parts of modules are read, and their other tokens computed."""
-        return bool(self.linked_tokens or self.blend_percent)
+        return bool(self.amount)
 
     def leading_tokens(self, size: int, *, follows_preamble: bool = False) -> int:
         """Return the number of tokens at the front of a module that are computed instead of read.
@@ -207,7 +172,7 @@ class ReuseMode:
             return size
         if follows_preamble and self.encoding == AFTER_PREAMBLE:
             return 0
-        return min(self.linked_tokens, size)
+        return min(self.amount, size)
 
     @property
     def measured(self) -> ReuseMode:
@@ -250,9 +215,8 @@ PRIMED = ReuseMode(_PRIMED)
 GATED = (
     ROOTED,
     PRIMED,
+    ReuseMode(_ROOTED, 16),
     ReuseMode(_PRIMED, 16),
-    ReuseMode(_LINKED, 16),
-    ReuseMode(_BLEND, 16),
     ISOLATED,
 )
 """Modes that the gate measures by default."""

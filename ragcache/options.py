@@ -70,12 +70,10 @@ class AskOptions(SearchOptions):
     mode: str | ReuseMode | None = None
     """How stored states are read. Defaults to the folder's mode (`OpenConfig.default_mode`).
 
-    `rooted` reads states that were encoded after the preamble. `linked:N` also
-    computes the first N tokens of each module in context, `blend:R` the R percent of the
-    modules' tokens that context changes most. `primed` reads modules after the first from
-    states that were encoded behind other text; `primed:N` also computes the first N tokens of
-    these. `isolated` reads states that were encoded without the preamble. `exact` reads no
-    states and computes everything."""
+    `rooted` reads states that were encoded after the preamble. `primed` reads modules after the
+    first from states that were encoded behind other text. `rooted:N` and `primed:N` also compute
+    the first N tokens of modules after the first in context. `isolated` reads states that were
+    encoded without the preamble. `exact` reads no states and computes everything."""
     generation: GenerationParams = GenerationParams()
     """How the answer is generated. Defaults to one greedy answer, which the embedded reader quotes
     from the documents (`GenerationParams.extractive`)."""

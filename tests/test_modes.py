@@ -26,39 +26,34 @@ QUESTION = "Where does the spare key of the boathouse hang?"
 
 
 @pytest.mark.parametrize(
-    ("text", "encoding", "linked", "percent", "measured"),
-    [("rooted", "rooted", 0, 0, "rooted"),
-     ("primed", "rooted", 0, 0, "primed"),
-     ("primed:24", "rooted", 24, 0, "primed:16"),
-     ("linked:1", "rooted", 1, 0, "linked:1"),
-     ("linked:31", "rooted", 31, 0, "linked:16"),
-     ("linked:999999", "rooted", 999_999, 0, "linked:32"),
-     ("blend:15", "rooted", 0, 15, "blend:8"),
-     ("blend:99", "rooted", 0, 99, "blend:64"),
-     ("isolated", "isolated", 0, 0, "isolated"),
-     ("exact", None, 0, 0, "exact")],
+    ("text", "encoding", "amount", "measured"),
+    [("rooted", "rooted", 0, "rooted"),
+     ("rooted:17", "rooted", 17, "rooted:16"),
+     ("primed", "rooted", 0, "primed"),
+     ("primed:1", "rooted", 1, "primed:1"),
+     ("primed:31", "rooted", 31, "primed:16"),
+     ("primed:999999", "rooted", 999_999, "primed:32"),
+     ("isolated", "isolated", 0, "isolated"),
+     ("exact", None, 0, "exact")],
 )  # fmt: skip
-def test_modes_are_parsed(
-    text: str, encoding: str | None, linked: int, percent: int, measured: str
-) -> None:
+def test_modes_are_parsed(text: str, encoding: str | None, amount: int, measured: str) -> None:
     mode = ReuseMode.parse(text)
     assert str(mode) == text
     assert ReuseMode.parse(mode) is mode
-    assert (mode.encoding, mode.linked_tokens, mode.blend_percent) == (encoding, linked, percent)
+    assert (mode.encoding, mode.amount) == (encoding, amount)
+    assert mode.reads_parts == bool(amount)
     assert mode.reads_states == (text != "exact")
     assert str(mode.measured) == measured
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(text, "unknown mode .*; modes: rooted, primed.:N., linked:N, blend:R, isolated, exact$")
-     for text in ("Rooted", "", "fast", "linked", "blend", "rooted:3", "recognized:rooted")]
-    + [(text, f"write {text.split(':')[0]}.?:[NR].?, such as {text.split(':')[0]}:16")
-       for text in ("linked:", "linked:0", "linked:-1", "linked:1.5",
-                    "linked:٣", "blend:", "primed:", "primed:0",
-                    "blend:0", "blend:0.5", "blend:015", "linked:" + 5000 * "9")]
-    + [("linked:1000000", "it takes 1 to 999999 tokens"),
-       ("blend:100", "it takes 1 to 99 percent")],
+    [(text, "unknown mode .*; modes: rooted.:N., primed.:N., isolated, exact$")
+     for text in ("Rooted", "", "fast", "linked:4", "exact:3", "recognized:rooted")]
+    + [(text, "write primed.:N., such as primed:16")
+       for text in ("primed:", "primed:0", "primed:-1", "primed:1.5", "primed:٣", "primed:015",
+                    "primed:" + 5000 * "9")]
+    + [("primed:1000000", "it takes 1 to 999999 tokens")],
 )  # fmt: skip
 def test_other_texts_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:
@@ -67,16 +62,15 @@ def test_other_texts_are_refused(text: str, message: str) -> None:
 
 
 def test_leading_tokens_of_a_module_are_computed() -> None:
-    linked = ReuseMode.parse("linked:4")
-    assert [linked.leading_tokens(size) for size in (9, 3)] == [4, 3]
-    assert linked.leading_tokens(9, follows_preamble=True) == 0, "its states are exact there"
+    primed = ReuseMode.parse("primed:4")
+    assert [primed.leading_tokens(size) for size in (9, 3)] == [4, 3]
+    assert primed.leading_tokens(9, follows_preamble=True) == 0, "its states are exact there"
     assert [mode.leading_tokens(9) for mode in (ROOTED, ISOLATED, EXACT)] == [0, 0, 9]
 
 
 def test_the_first_module_of_a_primed_prompt_is_rooted() -> None:
     primed = ReuseMode.parse("primed:4")
     assert [primed.encoding_at(place) for place in range(3)] == ["rooted", "primed", "primed"]
-    assert [primed.leading_tokens(9, follows_preamble=each) for each in (True, False)] == [0, 4]
     assert [mode.encoding_at(1) for mode in (ROOTED, ISOLATED, EXACT)] == [
         "rooted",
         "isolated",
@@ -90,13 +84,13 @@ def test_a_field_of_a_model_takes_a_mode() -> None:
     class Body(BaseModel):
         mode: ReuseMode | None = None
 
-    assert Body.model_validate({"mode": "blend:16"}).model_dump_json() == '{"mode":"blend:16"}'
-    with pytest.raises(ValidationError, match="1 to 99 percent"):
-        Body.model_validate({"mode": "blend:100"})
+    assert Body.model_validate({"mode": "primed:16"}).model_dump_json() == '{"mode":"primed:16"}'
+    with pytest.raises(ValidationError, match="1 to 999999 tokens"):
+        Body.model_validate({"mode": "primed:1000000"})
     [field, _] = Body.model_json_schema()["properties"]["mode"]["anyOf"]
-    for text in ("rooted", "primed", "primed:16", "linked:16", "blend:99"):
+    for text in ("rooted", "rooted:1", "primed", "primed:16", "exact"):
         assert re.search(field["pattern"], text)
-    for text in ("linked", "linked:0", "primed:", "primed:0", "blend:100", "fast", "rooted "):
+    for text in ("linked:4", "primed:", "primed:0", "rooted:1000000", "exact:1", "fast", "rooted "):
         assert not re.search(field["pattern"], text)
 
 
@@ -116,12 +110,12 @@ def test_names_of_modes_are_spelled_in_one_file() -> None:
 
 
 @pytest.mark.slow
-def test_a_sixth_mode_takes_one_row(
+def test_another_mode_takes_one_row(
     reader: LoadedModel, notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """LegoLink as its authors have it: modules without context, of which N tokens are computed."""
-    lego = ModeKind("lego", WITHOUT_CONTEXT, "Isolated, N tokens computed.", "tokens", 99, 32)
+    lego = ModeKind("lego", WITHOUT_CONTEXT, "Isolated, N tokens computed.", 99, 32)
     monkeypatch.setitem(KINDS, lego.name, lego)
     state = tmp_path / "state"
     with RagCache.open(state, reader, max_tokens=4) as rag:

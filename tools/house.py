@@ -26,7 +26,7 @@ from typing import Any
 
 ROOTS = {"ragcache": ".", "schemas": "schemas", "connectors": "connectors", "api": "api"}
 SCRIPTS = "benchmarks"
-MODES = frozenset({"rooted", "linked", "blend", "isolated", "exact"})
+MODES = frozenset({"rooted", "primed", "isolated", "exact"})
 TIERS = "ragcache.store.tiers"
 _LAYOUT = (
     tokenize.NL,
@@ -145,7 +145,7 @@ def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
 
 
 def _spells_mode(node: ast.AST) -> bool:
-    """Whether a node is a text that is a mode, such as `linked:16`."""
+    """Whether a node is a text that is a mode, such as `primed:16`."""
     value = node.value if isinstance(node, ast.Constant) else None
     return isinstance(value, str) and value.partition(":")[0] in MODES and " " not in value
 

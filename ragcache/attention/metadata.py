@@ -109,11 +109,6 @@ def read_values(keys: Tensor, values: Tensor) -> Tensor:
     return values if values.shape[-1] else keys
 
 
-class LayersComputed(Exception):
-    """Ends a pass of which only the states of the first layers are wanted, once they are
-    written."""
-
-
 class KVWrite(Protocol):
     """The destination of new keys and values."""
 
@@ -182,20 +177,15 @@ class AttentionMetadata:
     layer has one."""
     softcap: float | None = None
     """Bound of the scores: softcap * tanh(score / softcap)."""
-    layers: int | None = None
-    """Number of first layers whose states alone are wanted. Defaults to a whole pass."""
 
     def window_of(self, layer: int) -> int | None:
         """Number of positions up to its own that a row of this layer sees, if limited."""
         return self.windows[layer] if self.windows else None
 
     def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write the step's own states of a layer (`KVWrite`). Raises `LayersComputed` after the
-        last wanted layer."""
+        """Write the step's own states of a layer (`KVWrite`)."""
         for write in self.writes:
             write.write_states(layer, key, value)
-        if self.layers == layer + 1:
-            raise LayersComputed
 
     def shared_parts(self, most: int) -> Iterator[AttentionMetadata]:
         """Yield the metadata with some shared states at a time.

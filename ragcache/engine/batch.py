@@ -63,8 +63,6 @@ class ScheduledChunk:
     """Rows begin:end, counted from the chunk's first, whose logits are wanted in addition."""
     drafted: int = 0
     """Number of last tokens that are drafts. A token is sampled before each of them too."""
-    layers: int | None = None
-    """Number of first layers to compute, for their states only. Defaults to all."""
 
     def logit_rows(self, end: int) -> list[int]:
         """Rows whose logits are wanted, ascending. `end` is the row after the last of the chunk."""
@@ -73,16 +71,6 @@ class ScheduledChunk:
         begin = end - len(self.position_ids)
         rows = [begin + row for row in range(*self.scored)]
         return [*rows, *range(end - 1 - self.drafted, end)] if self.wants_logits else rows
-
-
-def passes_of(chunks: Sequence[ScheduledChunk]) -> list[Sequence[ScheduledChunk]]:
-    """Split the chunks of a step into passes: each chunk of which only the first layers are
-    computed, then all others, which alone have logits."""
-    whole = [chunk for chunk in chunks if chunk.layers is None]
-    if len(whole) == len(chunks):
-        return [chunks]
-    some = [[chunk] for chunk in chunks if chunk.layers is not None]
-    return [*some, whole] if whole else [*some]
 
 
 @dataclass(slots=True)
@@ -261,7 +249,7 @@ class BatchBuilder:
         self._frame: _Frame | None = None
 
     def build_batch(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
-        """Flatten chunks with equal `layers` to rows 0..T-1."""
+        """Flatten chunks to rows 0..T-1."""
         signature = tuple(_signature(chunk) for chunk in chunks)
         if self._frame is None or None in signature or signature != self._signature:
             self._frame = _Frame.of(self.model, chunks)
@@ -317,7 +305,6 @@ class _Frame:
             slopes=model.scheme.slopes,
             windows=model.windows,
             softcap=model.softcap,
-            layers=chunks[0].layers,
         )
         ends = [end for _, end in layout.rows]
         wanted = [

@@ -144,8 +144,6 @@ class FollowedStep:
     """Rows of the step's graphs."""
     follows: int
     """Number of first rows whose tokens only the leader's device knows."""
-    layers: int | None
-    """Number of first layers, if only these are computed."""
     waits: Sequence[int]
     """Batches of uploads that the step reads and has to wait for."""
     others: Sequence[int]
@@ -161,7 +159,7 @@ class FollowedStep:
         lists = self.waits, self.others, self.content.lines
         head = (
             *(_STEP_MARK, self.number, self.eager, _KINDS.index(self.kind), self.rows),
-            *(self.logits, self.bucket or 0, self.follows, self.layers or 0),
+            *(self.logits, self.bucket or 0, self.follows),
             *map(len, lists),
             *chain.from_iterable(lists),
         )
@@ -172,20 +170,20 @@ class FollowedStep:
         """Read a message. Its tables stay where `content` lies."""
         words = content.cast("q")
         head = words[:_STEP_WORDS].tolist()
-        _, number, eager, kind, rows, logits, bucket, follows, layers, *counts = head
+        _, number, eager, kind, rows, logits, bucket, follows, *counts = head
         ends = list(accumulate(counts, initial=_STEP_WORDS))
         waits, others, lines = (words[begin:end].tolist() for begin, end in pairwise(ends))
         tables = TableContent(lines, (content[8 * ends[-1] :],))
         return cls(
             *(number, bool(eager), _KINDS[kind], rows, logits, bucket or None, follows),
-            *(layers or None, waits, others, tables),
+            *(waits, others, tables),
         )
 
 
 _KINDS: Final[tuple[StepKind, ...]] = ("decode", "mixed")
 _STEP_MARK: Final = 1
 """First int64 of a step. No pickled object begins with such a byte."""
-_STEP_WORDS: Final = 12
+_STEP_WORDS: Final = 11
 """Int64 of a step before its lists."""
 
 
@@ -237,10 +235,6 @@ class LeadingRunner(RankRunner):
         with self._leading():
             return super()._run(launch, previous)
 
-    def _launch_first_layers(self, launch: DeviceLaunch, layers: int | None) -> Tensor:
-        with self._leading():
-            return super()._launch_first_layers(launch, layers)
-
     def _upload(self, launch: DeviceLaunch, previous: Tensor | None) -> None:
         launch.tables.upload(partial(self._send_step, launch, previous))
 
@@ -257,7 +251,6 @@ class LeadingRunner(RankRunner):
             batch.logits,
             None if bucket is None else bucket.rows,
             0 if previous is None else len(launch.follows),
-            launch.chunks[0].layers if launch.chunks else None,
             waits,
             others,
             content,
@@ -315,10 +308,7 @@ class FollowingRunner(RankRunner):
         follows = np.arange(step.follows)
         launch = DeviceLaunch((), batch, tables, arrivals, bucket, follows, 0)
         self._received = step.content, regions
-        if step.layers is not None:
-            self._launch_first_layers(launch, step.layers)
-        else:
-            self._run(launch, tables.views.token_ids if step.follows else None)
+        self._run(launch, tables.views.token_ids if step.follows else None)
 
     def _upload(self, launch: DeviceLaunch, previous: Tensor | None) -> None:  # noqa: ARG002
         assert self._received is not None

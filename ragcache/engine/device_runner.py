@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragcache.attention import LayersComputed, Rotation
+from ragcache.attention import Rotation
 from ragcache.attention.triton.launch import RotationTables, StepKind, TritonKernels
 from ragcache.attention.triton.operator import OperatorMetadata, register_step
 from ragcache.attention.triton.plan import (
@@ -36,7 +36,7 @@ from ragcache.attention.triton.plan import (
     build_plan,
 )
 from ragcache.attention.triton.tables import AttentionTables
-from ragcache.engine.batch import ScheduledChunk, passes_of
+from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner
 from ragcache.engine.kv_cache import BLOCK_SIZE, BlockPool
@@ -84,7 +84,6 @@ class _StepAttention:
     kind: StepKind = "mixed"
     arrivals: Sequence[Arrival] = ()
     before_layer: Callable[[], None] | None = None
-    layers: int | None = None
 
     def attend(
         self,
@@ -106,8 +105,6 @@ class _StepAttention:
             *(self.tables.views, self.kind, rows, layer, query[0], key[0], value[0], scale, out[0]),
             sinks=sinks,
         )
-        if self.layers == layer + 1:
-            raise LayersComputed
         return out
 
 
@@ -213,23 +210,14 @@ class DeviceModelRunner:
         previous: Tensor | None = None,
         decoding: DecodeBatch | None = None,
     ) -> Callable[[], Tensor]:
-        """Plan a step (`AsynchronousRunner.prepare_batch`). Passes over first layers are launched
-        at once."""
+        """Plan a step (`AsynchronousRunner.prepare_batch`)."""
         self._prepare()
         decoding = decoding or DecodeBatch()
         last = self._last
         if last is not None and not chunks and last.repeats(decoding) and last.batch.advance():
             last.follows = decoding.follows.copy()
             return partial(self._run, last, previous)
-        *some, whole = passes_of(chunks)
-        if whole and whole[0].layers is not None:
-            some, whole = [*some, whole], []
-        for each in some:
-            logits = self._run_first_layers(each)
-        if not whole and not decoding.rows:
-            self._last = None
-            return lambda: logits
-        launch = self._last = self._plan(whole, decoding)
+        launch = self._last = self._plan(chunks, decoding)
         return partial(self._run, launch, previous)
 
     def release_batch(self) -> None:
@@ -327,20 +315,6 @@ class DeviceModelRunner:
             finally:  # memory may end; a capture must not wait for what arrived here
                 self._step.arrivals = ()
         return logits[: launch.batch.logits]
-
-    def _run_first_layers(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        """Launch a pass that ends with the states of the first layers. It has no logits."""
-        launch = self._plan(chunks, DecodeBatch())
-        return self._launch_first_layers(launch, chunks[0].layers)
-
-    def _launch_first_layers(self, launch: DeviceLaunch, layers: int | None) -> Tensor:
-        self._upload(launch, None)
-        self._step.layers, self._step.arrivals = layers, launch.arrivals
-        rows = max(launch.batch.rows, FEWEST_ROWS)
-        try:
-            return self._compute(launch.batch.kind, launch.tables, rows, launch.batch.logits)
-        finally:
-            self._step.layers, self._step.arrivals = None, ()
 
     def _upload(self, launch: DeviceLaunch, previous: Tensor | None) -> None:  # noqa: ARG002
         """Queue the upload of a step's tables. `previous`: see `prepare_batch`."""

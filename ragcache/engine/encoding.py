@@ -15,7 +15,7 @@ from ragcache.engine.handle import RequestChannel, Waiter
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.engine.recurrent import EncodedKV
 from ragcache.engine.request import Segment, check_composes, check_tokens
-from ragcache.errors import EncodingOutOfMemory, InvalidRequest
+from ragcache.errors import EncodingOutOfMemory
 from ragcache.machine import new_event
 from ragcache.models import CausalLM
 from ragcache.states import Arrival, KVStates
@@ -37,8 +37,6 @@ class EncodeJob:
     """Preamble that the tokens attend to. None encodes them independently."""
     position_ids: Sequence[int] | None = None
     """Ascending positions from `start` on. Defaults to consecutive ones."""
-    layers: int | None = None
-    """Number of first layers to compute, for comparing states (`blend`). Defaults to all."""
 
     @property
     def positions(self) -> Sequence[int]:
@@ -49,24 +47,13 @@ class EncodeJob:
 
     def computed_bytes(self, model: CausalLM) -> int:
         """Memory of the states while they are computed."""
-        layers = model.num_layers
-        nbytes = len(self.token_ids) * model.computed_bytes_per_token
-        return nbytes * (self.layers or layers) // layers + model.map_bytes
+        return len(self.token_ids) * model.computed_bytes_per_token + model.map_bytes
 
 
 def check_job(job: EncodeJob, model: CausalLM) -> None:
     """Raise `InvalidRequest`, `PromptTooLong` or `UnsupportedModel` for a job that the model cannot
     compute."""
     check_composes(model)
-    if job.layers is not None and not model.divides:
-        raise InvalidRequest(
-            "the states of some layers were asked for, and the model has recurrent layers, whose "
-            "states are not compared; leave out `layers`"
-        )
-    if job.layers is not None and not 1 <= job.layers <= model.num_layers:
-        raise InvalidRequest(
-            f"the states of {job.layers} layers were asked for; the model has {model.num_layers}"
-        )
     check_tokens(job.token_ids, job.positions, vocabulary=model.vocabulary, window=model.window)
 
 
@@ -76,7 +63,7 @@ class Encoding:
     def __init__(self, model: CausalLM, job: EncodeJob) -> None:
         self.job = job
         kind = EncodedKV if model.recurrent_bytes else ContiguousKV
-        self.kv = kind.allocate(model, len(job.token_ids), job.layers)
+        self.kv = kind.allocate(model, len(job.token_ids))
         root = None if job.root is None else job.root.states.recurrent
         if isinstance(self.kv, EncodedKV) and root is not None:
             self.kv.root = (root,)
@@ -99,9 +86,7 @@ class Encoding:
         here = slice(begin, begin + count)
         root = () if self.job.root is None else (self.job.root,)
         tokens, positions = self.job.token_ids[here], self.job.positions[here]
-        return ScheduledChunk(
-            root, self.kv, tokens, positions, wants_logits=False, layers=self.job.layers
-        )
+        return ScheduledChunk(root, self.kv, tokens, positions, wants_logits=False)
 
     def launched(self, count: int) -> None:
         """Record that a step with the next `count` tokens was launched."""

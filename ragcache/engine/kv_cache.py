@@ -437,9 +437,9 @@ class ContiguousKV:
         self.positions: list[int] = []
 
     @classmethod
-    def allocate(cls, model: CausalLM, capacity: int, layers: int | None = None) -> Self:
-        """Allocate memory for `capacity` tokens in all layers, or in the first `layers`."""
-        return cls(*model.new_states(capacity, layers=layers), model.states_dtype)
+    def allocate(cls, model: CausalLM, capacity: int) -> Self:
+        """Allocate memory for `capacity` tokens."""
+        return cls(*model.new_states(capacity), model.states_dtype)
 
     @property
     def length(self) -> int:

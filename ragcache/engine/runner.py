@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ragcache.engine.batch import BatchBuilder, ScheduledChunk, passes_of
+from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.kv_cache import BlockPool
 from ragcache.engine.sampler import Sampler
@@ -94,8 +95,7 @@ class RaggedModelRunner:
 
     def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
         await_segments(chunks, self.model.device)
-        passes = [self.builder.build_batch(each) for each in passes_of(chunks)]
-        return lambda: [self.model.forward(each) for each in passes][-1]
+        return partial(self.model.forward, self.builder.build_batch(chunks))
 
     def release_batch(self) -> None:
         self.builder.forget()

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from ragcache.attention import (
     AttentionBackend,
     AttentionMetadata,
-    LayersComputed,
     attention_bytes,
 )
 from ragcache.attention.recurrent import RecurrentBatch
@@ -232,15 +231,15 @@ class CausalLM:
         return self.num_layers * self.num_kv_heads * (self.head_dim + self.value_dim)
 
     def new_states(
-        self, capacity: int, device: torch.device | None = None, layers: int | None = None
+        self, capacity: int, device: torch.device | None = None
     ) -> tuple[Tensor, Tensor]:
         """Allocate keys and values for `capacity` tokens, in the dtype of the computation.
 
         Returns:
-            [L, Hkv, capacity, D] each, D of the values `value_dim`; L is all layers, or the
-                first `layers`. On the model's device unless `device` is given.
+            [L, Hkv, capacity, D] each, D of the values `value_dim`. On the model's device unless
+                `device` is given.
         """
-        shape = (layers or self.num_layers, self.num_kv_heads, capacity)
+        shape = (self.num_layers, self.num_kv_heads, capacity)
         keys = torch.empty((*shape, self.head_dim), dtype=self.dtype, device=device or self.device)
         return keys, keys.new_empty((*shape, self.value_dim))
 
@@ -278,13 +277,9 @@ class CausalLM:
         """Logits of the wanted rows: [R, vocabulary]. Writes the rows' own states.
 
         The whole Hugging Face model is called, so that heads and the scaling of logits are its
-        own. A model that takes no positions (ALiBi) passes over them. There are no logits where the
-        pass ends with the states of the first layers (`LayersComputed`).
+        own. A model that takes no positions (ALiBi) passes over them.
         """
-        try:
-            return self._call(batch)
-        except LayersComputed:
-            return torch.empty(0, self.vocabulary, dtype=self.dtype, device=self.device)
+        return self._call(batch)
 
     @property
     def failure(self) -> EngineFailed | None:

@@ -22,7 +22,6 @@ from ragcache.fidelity import compare_first_tokens
 from ragcache.models import LoadedModel, prompt_frame
 from ragcache.modes import COMPOSITIONS, ROOTED, Compose, Encoding, ReuseMode
 from ragcache.pipeline.ask import lay_out, question_ids
-from ragcache.pipeline.blend import blend_prompt
 from ragcache.pipeline.module_states import Surroundings
 from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, TokenPrompt, build_context
 from ragcache.states import KVKey, KVStates
@@ -501,11 +500,7 @@ class Measurement:
         for layout in layouts:
             states = [root, *(encoded[slot] for slot in self._slots(layout))]
             states = [quantize(each, self.kv_dtype).restore() for each in states]
-            prompt = layout.prompt()
-            if percent := mode.blend_percent:
-                token_ids = [group.token_ids for group in layout.groups]
-                prompt = blend_prompt(prompt, percent, states, token_ids, self.causal, self.engine)
-            prompts.append(MeasuredPrompt(prompt, states))
+            prompts.append(MeasuredPrompt(layout.prompt(), states))
         return prompts
 
     def _lay_out(

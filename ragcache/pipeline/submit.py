@@ -35,7 +35,6 @@ from ragcache.models import LoadedModel
 from ragcache.modes import EXACT, Compose, ReuseMode
 from ragcache.params import GenerationParams, OpenConfig
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
-from ragcache.pipeline.blend import blend_prompt, most_blended
 from ragcache.pipeline.conversations import Conversations, PauseHint, ResumedContext
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.prompt import PromptStates, TokenPrompt, build_context
@@ -304,9 +303,7 @@ class Submitter:
                 "mode exact"
             )
         checker = self.engine.checker
-        percent = prompt.question.mode.blend_percent
-        blended = most_blended(prompt, percent) if percent else 0
-        computed, recomputed = len(prompt.computed_tokens) + blended, prompt.recomputed + blended
+        computed = len(prompt.computed_tokens)
         room = checker.max_answer_tokens(computed, prompt.end)
         most = generation.token_limit(self.config.max_tokens)
         most = min(most, max(room, generation.min_tokens))
@@ -314,9 +311,9 @@ class Submitter:
         limited = generation.replace(max_tokens=most)
         request = request_maker(limited, self.model, most, tenant, policies)
         checker.check_sizes(
-            own=computed - recomputed,
+            own=computed - prompt.recomputed,
             documents=prompt.read_tokens + prompt.recomputed,
-            recomputed=recomputed,
+            recomputed=prompt.recomputed,
             end=prompt.end,
             max_tokens=most,
         )
@@ -342,11 +339,6 @@ class Submitter:
             if states is not None:
                 lease = states.lease(math.inf if timeout is None else timeout)
                 _record_owners(states, lease)
-                if percent := prompt.question.mode.blend_percent:
-                    causal, token_ids = self.model.causal, states.token_ids
-                    prompt = blend_prompt(
-                        prompt, percent, lease.states, token_ids, causal, self.engine
-                    )
             found = ((), ()) if lease is None else (lease.keys, lease.states)
             context = build_context(prompt, *found, self._composition(prompt))
             resumed = self._resume(prompt, context, generation)

@@ -19,7 +19,6 @@ import quality
 import torch
 import typer
 import wordings
-from blend import BlendSetting, bench_blend
 from gpu_table import GpuWorkload
 from harness import LlamaShape
 from hypothesis import given
@@ -28,17 +27,11 @@ from indexes import bench_indexes
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from laptop import LaptopSetting, bench_laptop
 from llamacpp import BesideSetting, DrawnTokens, _first_tokens, _memory_of
+from mode_times import TimesSetting, bench_modes
 from pml import PmlSetting, bench_pml
 from quality import SETS, QuestionSet, bench_quality, load_set, table_of
 from quantization import bench_quantization
 from quotations import GrammarsSetting, QuotationsSetting, bench_grammars, bench_quotations
-from recomputation import (
-    ComparedQuestion,
-    RecomputationSetting,
-    bench_recomputation,
-    choose_tokens,
-    plot_recomputation,
-)
 from relay import RelaySetting, bench_relay, plot_relay
 from retrieval import RetrievalSetting, bench_retrieval, ndcg
 from typer.testing import CliRunner
@@ -54,7 +47,6 @@ from ragcache.evaluation import (
     Question,
 )
 from ragcache.models import INSTRUCTION, LoadedModel
-from ragcache.states import KVStates
 from tests.conftest import REPOSITORY
 
 SMALL = eviction.ZipfWorkload(documents=60, prompts=400, budget=0.2)
@@ -166,45 +158,6 @@ def test_questions_after_changes_are_timed_beside_a_build() -> None:
         "after a document was deleted",
     ]
     assert all(wait["wall_s"] > 0 for wait in waits.values())
-
-
-@pytest.mark.slow
-def test_what_is_computed_again_comes_nearer_to_exact(
-    tiny_reader: LoadedModel, tmp_path: Path
-) -> None:
-    """Computing all tokens but the first module's again is exact under any choice of tokens."""
-    texts = (
-        "The boat has one oar, which hangs on the wall of the shed behind the house.\n\n",
-        "The oar is made of ash and was painted white by the man who keeps the boat.\n\n",
-        "Ash trees grow here by the water, and their wood is what a boat is mended with.\n\n",
-    )
-    asked = ComparedQuestion("What is the oar of the boat made of?", ("ash",), texts)
-    setting = RecomputationSetting(shares=(0.2, 1.0), questions=1, answer_tokens=2)
-    result = bench_recomputation(tiny_reader, {"boats": lambda _: [asked]}, setting)
-    kl = {(row["variant"], row["share"]): row["kl"] for row in result["means"]}
-    assert kl["exact", 1] == 0 < kl["rooted", 0]
-    for choice in setting.choices:
-        assert kl[choice, 1.0] < 1e-6 < kl[choice, 0.2]
-    cost = {(row["variant"], row["share"]): row["cost"] for row in result["means"]}
-    assert (cost["linked", 0.2], cost["blend", 0.2]) == (0.2, pytest.approx(0.6)), "of two layers"
-    plot_recomputation(result["means"], tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").stat().st_size > 1000
-
-
-def test_blending_takes_the_most_deviating_second_layer_values() -> None:
-    """A preamble of two tokens, modules at 2 to 5 and 5 to 8."""
-    zeros = torch.zeros(3, 1, 8, 2)
-    exact, values = KVStates(zeros, zeros, 0), zeros.clone()
-    values[1, 0, [3, 6, 7]] = torch.tensor([9.0, 2.0, 1.0])[:, None]
-    values[2, 0, 5] = 100.0
-    kept = KVStates(zeros, values, 0)
-    bounds = [2, 5, 8]
-    found = choose_tokens("blend of tokens", 1, bounds, exact, kept)
-    assert found == [6], "the first module is exact"
-    assert choose_tokens("blend", 1, bounds, exact, kept) == [5, 6, 7], "in runs"
-    assert choose_tokens("blend of isolated", 2, bounds, exact, kept) == [3, 6]
-    assert choose_tokens("oracle", 1, bounds, exact, kept) == [5]
-    assert choose_tokens("linked", 2, [2, 4, 6, 8], exact, kept) == [4, 6]
 
 
 def test_the_costs_of_quotations_are_measured(tiny_reader: LoadedModel) -> None:
@@ -353,7 +306,7 @@ def test_sets_of_questions_are_asked_in_every_mode(
     assert kept == [1, 2], "figures are written after each portion"
     [found] = told["sets"]
     assert [report["mode"] for report in found["reports"]] == [
-        "exact", "rooted", "linked:16", "isolated"]  # fmt: skip
+        "exact", "rooted", "primed:16", "isolated"]  # fmt: skip
     assert found["setting"]["asked"] == "2 of 3, drawn with seed 0"
     assert found["held"] == 0.5, "of two paragraphs, one holds its answer"
     assert "key is" not in json.dumps(told), "texts are left out"
@@ -469,14 +422,14 @@ def test_small_weights_are_measured_beside_those_in_bfloat16() -> None:
 
 
 @pytest.mark.slow
-def test_what_blending_takes_is_measured_beside_the_other_modes() -> None:
+def test_what_modes_take_is_measured_side_by_side() -> None:
     shape = LlamaShape(3, 32, 4, 2, 48, 64, 1024, tied=False)
     load = GpuWorkload(preamble=4, documents=4, document_tokens=32, question=4, placed=(2, 4))
-    setting = BlendSetting(("rooted", "blend:25", "exact"), warm=1, runs=1, new_tokens=3)
-    rows = bench_blend({"tiny": shape}, "cpu", load, setting)["rows"]
+    setting = TimesSetting(("rooted", "primed:8", "exact"), warm=1, runs=1, new_tokens=3)
+    rows = bench_modes({"tiny": shape}, "cpu", load, setting)["rows"]
     assert [(row["documents"], row["mode"]) for row in rows] == [
         (count, mode) for count in (2, 4) for mode in setting.modes
     ]
-    assert [row["computed"] for row in rows] == [4, 20, 72, 4, 36, 136]
-    assert all(row["first_token_ms"] > row["choosing_ms"] >= 0 for row in rows)
-    assert all(0 < row["segments"] <= 12 for row in rows if row["mode"] == "blend:25")
+    assert [row["computed"] for row in rows] == [4, 12, 72, 4, 28, 136]
+    assert all(row["first_token_ms"] > 0 for row in rows)
+    assert [row["segments"] for row in rows] == [3, 3, 0, 5, 5, 0]

@@ -412,30 +412,6 @@ def test_encodings_run_beside_answers() -> None:
         torch.testing.assert_close(ours.values.cpu(), theirs.values, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
-def test_the_first_layers_are_those_of_the_cpu(family: str) -> None:
-    """Beside an answer, whose steps follow without them."""
-    cpu, gpu = on_cpu(family), on_gpu(family)
-    movable = family in MOVABLE
-    [root] = encode(cpu, [EncodeJob(random_tokens(9, seed=1))])
-    tokens = random_tokens(150, seed=150)
-    [expected] = encode(cpu, [EncodeJob(tokens, 9, Segment(root, 0))])
-    states = encoded(gpu)
-    request = moved_request(states, (1, 0) if movable else (), 4, movable=movable, limit=60)
-    [alone] = complete(gpu, [request], config())
-    with LLMEngine(gpu, config(step_tokens=96)) as engine:
-        handle = engine.submit_request(request)
-        for layers in (1, 2, 1):
-            job = EncodeJob(tokens, 9, Segment(states[0], 0), layers=layers)
-            [found] = engine.encode([job])
-            torch.cuda.synchronize()
-            for ours, theirs in zip((found.keys, found.values), (expected.keys, expected.values),
-                                    strict=True):  # fmt: skip
-                close = {"rtol": 1e-3, "atol": 1e-3}
-                torch.testing.assert_close(ours.cpu(), theirs[:layers], **close)
-        assert_same_answers([handle.result(60)], [alone], 1e-3)
-
-
 def test_the_stream_and_device_of_the_caller_stay() -> None:
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     causal = wrap(tiny_model("llama").to(device))

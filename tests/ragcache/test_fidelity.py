@@ -50,12 +50,12 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_modes_over_documents_are_compared(
     tmp_path: Path, quick_reader: LoadedModel, notes: Path
 ) -> None:
-    """All that `linked` computes in context is `exact`; isolated documents differ from it."""
+    """All that `primed:400` computes in context is `exact`; isolated documents differ from it."""
     first = GenerationParams(first_logprobs=True, max_tokens=1)
     asked = ["Where does the spare key hang?", "Who serviced the engine of the Pipit?"]
     with RagCache.open(tmp_path / "state", quick_reader, embedding="none", force_modes=True) as rag:
         rag.ingest("notes", [notes])
-        exact, linked, isolated = (
+        exact, primed, isolated = (
             [
                 answer.choices[0]
                 for answer in rag.ask_batch(
@@ -63,10 +63,10 @@ def test_modes_over_documents_are_compared(
                     generation=first,
                 )
             ]
-            for mode in ("exact", "linked:400", "isolated")
+            for mode in ("exact", "primed:400", "isolated")
         )  # fmt: skip
         plain = rag.ask(asked[0], collection="notes", generation=first).to_dict()
     assert compare_first_tokens(exact, exact).kl_divergence == 0.0
-    near, far = (compare_first_tokens(exact, mode).kl_divergence for mode in (linked, isolated))
+    near, far = (compare_first_tokens(exact, mode).kl_divergence for mode in (primed, isolated))
     assert near < 1e-6 < 1e-4 < far
     assert "first_logprobs" not in plain["choices"][0]

@@ -175,7 +175,7 @@ def test_threads_chat_while_documents_change(chats: RagCache) -> None:
             )
             return True
         place = number % len(CHATS)
-        return chats.chat(CHATS[place], mode="linked:400").text == expected[place]
+        return chats.chat(CHATS[place], mode="primed:400").text == expected[place]
 
     with ThreadPoolExecutor(6) as threads:
         assert all(threads.map(ask, range(36)))

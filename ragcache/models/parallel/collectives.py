@@ -51,9 +51,6 @@ class Collectives(Protocol):
     def broadcast(self, tensor: Tensor) -> None:
         """Copy a tensor of the leader to the tensors that the others give."""
 
-    def wait_for_all(self) -> None:
-        """Return when every rank has made the call."""
-
 
 _registered: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
 _handles = count()
@@ -141,11 +138,11 @@ class GlooCollectives:
         options._timeout = CONNECTING
         store = c10d.FileStore(str(folder / "addresses"), ranks)
         self._group = group(store, rank, ranks, options)
-        self._sum, self._barrier = c10d.AllreduceOptions(), c10d.BarrierOptions()
+        self._sum = c10d.AllreduceOptions()
         self._gather = c10d.GatherOptions()
         self._broadcast = c10d.BroadcastOptions()
         self._gather.rootRank = self._broadcast.rootRank = self._broadcast.rootTensor = 0
-        for each in (self._sum, self._barrier, self._gather, self._broadcast):
+        for each in (self._sum, self._gather, self._broadcast):
             each.timeout = LONGEST_MEETING
         self._left = time.monotonic()
 
@@ -181,10 +178,6 @@ class GlooCollectives:
         if not parts:
             return part
         return torch.cat([each.view(part.dtype) for each in parts], 1)[:, :width]
-
-    def wait_for_all(self) -> None:
-        """See `Collectives.wait_for_all`."""
-        self._meet(lambda: self._group.barrier(self._barrier))
 
     def _meet(self, begin: Callable[[], Any]) -> None:
         signs, rank, now = self._signs, self.rank, time.monotonic()

@@ -126,10 +126,6 @@ class DeviceCollectives:
         else:
             self._distributed.broadcast(tensor, 0)
 
-    def wait_for_all(self) -> None:
-        """See `Collectives.wait_for_all`."""
-        self._distributed.barrier()
-
     def release(self) -> None:
         """Let all sums that wait for other ranks end, with any result."""
         if self._shared is not None:

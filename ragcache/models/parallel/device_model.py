@@ -20,10 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragcache.attention import LayersComputed
 from ragcache.errors import EngineFailed
 from ragcache.models.families import wrap_causal
-from ragcache.models.model import CausalLM, Dimensions, ForwardBatch
+from ragcache.models.model import CausalLM, Dimensions
 from ragcache.models.parallel.collectives import Collectives, SignsOfLife
 from ragcache.models.parallel.device_copies import LeaderCopies
 from ragcache.models.parallel.device_memory import LeaderRegions
@@ -79,20 +78,12 @@ class DeviceRankLM(CausalLM):
         self.fingerprint, self.states_dtype = sizes.fingerprint, sizes.states_dtype
         self.logits_width = sizes.logits_width
 
-    @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Compute a pass together with the other ranks, each in the order of its stream.
-
-        Returns:
-            The rank's columns of the logits, which `gather_logits` joins.
-        """
-        try:
-            return self._call(batch)
-        except LayersComputed:
-            return torch.empty(0, self.logits_width, dtype=self.dtype, device=self.device)
-
     def gather_logits(self, part: Tensor) -> Tensor:
-        """Return the logits of all ranks to the leader. `part`: this rank's columns."""
+        """Return the logits of all ranks to the leader.
+
+        Args:
+            part: This rank's columns, as `forward` returns them.
+        """
         return self.collectives.gather_columns(part, self.logits_width)
 
     @contextmanager
@@ -265,12 +256,12 @@ class DeviceParallelLM(DeviceRankLM):
         return self.num_layers * self.kept_heads * width * self.states_dtype.itemsize
 
     def new_states(
-        self, capacity: int, device: torch.device | None = None, layers: int | None = None
+        self, capacity: int, device: torch.device | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `CausalLM.new_states`. On the devices of all ranks."""
         if device is not None and device != self.device:
-            return super().new_states(capacity, device, layers)
-        shape = (layers or self.num_layers, self.num_kv_heads, capacity)
+            return super().new_states(capacity, device)
+        shape = (self.num_layers, self.num_kv_heads, capacity)
         keys = self.channel.regions.empty((*shape, self.head_dim), self.dtype)
         return keys, self.channel.regions.empty((*shape, self.value_dim), self.dtype)
 

@@ -94,12 +94,12 @@ class ParallelLM(CausalLM):
         return self._arena.allocate(nbytes)
 
     def new_states(
-        self, capacity: int, device: torch.device | None = None, layers: int | None = None
+        self, capacity: int, device: torch.device | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `CausalLM.new_states`. In the memory of all ranks."""
         if device is not None and device != self.device:
-            return super().new_states(capacity, device, layers)
-        shape = (layers or self.num_layers, self.num_kv_heads, capacity)
+            return super().new_states(capacity, device)
+        shape = (self.num_layers, self.num_kv_heads, capacity)
         keys = self._arena.empty((*shape, self.head_dim), self.dtype)
         return keys, self._arena.empty((*shape, self.value_dim), self.dtype)
 

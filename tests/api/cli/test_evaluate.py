@@ -41,9 +41,9 @@ def squad(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_eval_marks_every_mode(run: Run, ingested: Path, questions: Path) -> None:
-    found = json_of(run("eval", "notes", questions, "--mode", "rooted, linked:4, exact", "--json"))
+    found = json_of(run("eval", "notes", questions, "--mode", "rooted, primed:4, exact", "--json"))
     reports = found["reports"]
-    assert [report["mode"] for report in reports] == ["rooted", "linked:4", "exact"]
+    assert [report["mode"] for report in reports] == ["rooted", "primed:4", "exact"]
     computed = [report["computed_tokens"] for report in reports]
     assert computed == sorted(computed)
     for report in reports:

@@ -97,8 +97,8 @@ def test_a_service_answers(run: Run, server: str) -> None:
         "question": "Where?", "collection": "notes", "k": 2, "stream": True,
         "filters": {"kind": "key"},
     }  # fmt: skip
-    run(*asked, "--mode", "linked:4")
-    assert Service.asked[-1][0]["mode"] == "linked:4", "without it, the service has its own"
+    run(*asked, "--mode", "primed:4")
+    assert Service.asked[-1][0]["mode"] == "primed:4", "without it, the service has its own"
     for way in ("--stream", "--no-stream"):
         status, out, _ = run(*asked, way)
         assert status == 0

@@ -133,7 +133,7 @@ def test_a_flag_without_a_value_is_true(client: TestClient) -> None:
 def test_statistics_count_what_the_service_answered(client: TestClient) -> None:
     before = client.get("/admin/stats").json()
     prompts = 0
-    for mode in ("rooted", "exact", "linked:4"):
+    for mode in ("rooted", "exact", "primed:4"):
         told = client.post("/v1/answers", json={**ASK, "mode": mode}).json()
         prompts += told["reuse"]["prompt_tokens"]
     after = client.get("/admin/stats").json()

@@ -191,7 +191,7 @@ def test_pipelines_are_saved_and_loaded(tmp_path: Path) -> None:
             state,
             "a/b",
             "notes",
-            "linked:4",
+            "primed:4",
             {"max_tokens": 9},
             print_chunk,
             {"host_bytes": "1GiB"},

@@ -108,7 +108,7 @@ OPTIONS = st.fixed_dictionaries(
 @given(
     options=st.lists(OPTIONS, min_size=1, max_size=2),
     questions=st.lists(st.sampled_from(QUESTIONS), min_size=1, max_size=4),
-    k=st.integers(1, 4), mode=st.sampled_from(["rooted", "exact", "linked:4"]),
+    k=st.integers(1, 4), mode=st.sampled_from(["rooted", "exact", "primed:4"]),
     which=st.integers(0, 1),
 )  # fmt: skip
 def test_every_answer_is_a_run_of_words_of_a_retrieved_module(

@@ -335,11 +335,6 @@ def test_a_part_of_a_document_is_refused(mamba: Composed) -> None:
             each.part(0, 5, 0)
 
 
-def test_states_of_some_layers_are_refused(mamba: Composed) -> None:
-    with pytest.raises(InvalidRequest, match="leave out `layers`"):
-        list(encode(mamba.causal, [EncodeJob(PREAMBLE, layers=1)]))
-
-
 def play(model: Composed, seed: int, steps: int) -> None:
     """Let prompts over documents join, be canceled and preempted at random."""
     choose = random.Random(seed)

@@ -18,14 +18,13 @@ CAPACITY = TableCapacity(rows=64, entries=256, items=64, bases=32, pages_per_row
 
 
 @pytest.mark.parametrize("bucket", [None, 32])
-@pytest.mark.parametrize("layers", [None, 3])
 @pytest.mark.parametrize(("waits", "others"), [((), ()), ((4, 9), (11,))])
 def test_a_step_crosses_as_it_is(
-    bucket: int | None, layers: int | None, waits: tuple[int, ...], others: tuple[int, ...]
+    bucket: int | None, waits: tuple[int, ...], others: tuple[int, ...]
 ) -> None:
     parts = [memoryview(bytes([number] * 128)) for number in range(3)]
     content = TableContent([1, 0, 2], parts)
-    step = FollowedStep(7, True, "mixed", 24, 2, bucket, 5, layers, waits, others, content)
+    step = FollowedStep(7, True, "mixed", 24, 2, bucket, 5, waits, others, content)
     memory = memoryview(b"".join(step.parts()))
     found = read_device_message(memory, SharedArena.create(), FollowerRegions(torch.device("cpu")))
     assert isinstance(found, FollowedStep)
@@ -47,7 +46,7 @@ def test_received_tables_are_those_that_were_uploaded() -> None:
     sent: list[bytes] = []
 
     def send(content: TableContent) -> None:
-        step = FollowedStep(1, False, "decode", 40, 1, None, 0, None, (), (), content)
+        step = FollowedStep(1, False, "decode", 40, 1, None, 0, (), (), content)
         sent.append(b"".join(step.parts()))
 
     rng = np.random.default_rng(2)

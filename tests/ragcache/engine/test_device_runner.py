@@ -173,29 +173,6 @@ def assert_same_logits(runner: ModelRunner, causal: CausalLM, segments: list[Seg
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-@pytest.mark.usefixtures("eager_layers")
-def test_the_first_layers_are_those_of_the_ragged_runner() -> None:
-    """Beside a whole job, whose pass they are not part of, and alone."""
-    causal = wrap_causal(tiny_model("llama"))
-    number_layers(causal.model)
-    expected, *_ = states_by(RaggedModelRunner(causal), causal)
-    runner = device_runner(causal)
-    [few, all_layers, alone] = [
-        Encoding(causal, EncodeJob(random_tokens(4, seed=1), layers=layers))
-        for layers in (1, None, 1)
-    ]
-    for running in ([few, all_layers], [alone]):
-        logits = runner.prepare_batch([each.next_chunk(4) for each in running])()
-        assert logits.shape == (0, causal.vocabulary)
-        for each in running:
-            each.launched(4)
-            each.computed()
-    for each in (few, alone):
-        torch.testing.assert_close(each.states().keys, expected.keys[:1], **CLOSE)
-        torch.testing.assert_close(each.states().values, expected.values[:1], **CLOSE)
-    torch.testing.assert_close(all_layers.states().values, expected.values, **CLOSE)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("eager_layers")
 @pytest.mark.parametrize("memory_ends_once", [False, True])

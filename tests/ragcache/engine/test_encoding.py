@@ -20,13 +20,13 @@ from ragcache.engine.config import EngineConfig
 from ragcache.engine.encoding import Encoding, StatesChannel
 from ragcache.engine.handle import RequestHandle, Waiter
 from ragcache.engine.kv_cache import ContiguousKV
-from ragcache.errors import EncodingOutOfMemory, InvalidRequest
+from ragcache.errors import EncodingOutOfMemory
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.model import ForwardBatch
 from ragcache.states import KVStates
 from tests.peak_memory import peak_bytes
 from tests.ragcache.engine.stepped_engine import SteppedCore, config_of, core_of, plain_context
-from tests.tiny_models import FAMILY_PARAMS, LATENT, random_tokens, tiny_model
+from tests.tiny_models import LATENT, random_tokens, tiny_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -77,47 +77,6 @@ def test_states_depend_on_the_root(causal: CausalLM) -> None:
     )
     assert not torch.allclose(rooted.values[1], alone.values[1], atol=1e-3)
     torch.testing.assert_close(rooted.values[0], alone.values[0], **CLOSE)
-
-
-@pytest.mark.parametrize("family", [*FAMILY_PARAMS, pytest.param(LATENT, marks=pytest.mark.slow)])
-def test_the_first_layers_are_those_of_a_whole_pass(family: str) -> None:
-    causal = wrap_causal(tiny_model(family, num_hidden_layers=3))
-    [root] = encode(causal, [EncodeJob(random_tokens(10))])
-    jobs = [EncodeJob(random_tokens(n, seed=n), 10, Segment(root, 0)) for n in (20, 7)]
-    some = [replace(job, layers=layers) for job, layers in zip(jobs, (2, 1), strict=True)]
-    both = list(encode(causal, [*some, *jobs]))
-    for first, whole in zip(both[:2], both[2:], strict=True):
-        layers = first.keys.shape[0]
-        same(first, KVStates(whole.keys[:layers], whole.values[:layers], 10))
-    assert [states.keys.shape[0] for states in both] == [2, 1, 3, 3]
-
-
-def test_first_layers_are_computed_in_portions_beside_requests(causal: CausalLM) -> None:
-    core = core_of(causal, config_of(causal, step_tokens=6, prefill_tokens=8))
-    tokens = random_tokens(29, seed=5)
-    [whole] = encode(causal, [EncodeJob(tokens, 3)])
-    request = Request(plain_context(random_tokens(5)), 9)
-    [alone] = core_of(causal).run(request)
-    handle = begin_jobs(core, [EncodeJob(tokens, 3, layers=1), EncodeJob(tokens, 3)])
-    answer = core.submit(request)
-    core.drain()
-    first, all_layers = handle
-    same(first, KVStates(whole.keys[:1], whole.values[:1], 3))
-    same(all_layers, whole)
-    assert answer.result().choices[0].token_ids == alone.choices[0].token_ids
-
-
-@pytest.mark.parametrize("layers", [0, -1, 3])
-def test_as_many_layers_as_the_model_has_can_be_asked_for(causal: CausalLM, layers: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"states of {layers} layers .* the model has 2"):
-        list(encode(causal, [EncodeJob(random_tokens(4), layers=layers)]))
-
-
-def test_a_job_of_few_layers_takes_their_room(causal: CausalLM) -> None:
-    job = EncodeJob(random_tokens(8), layers=1)
-    nbytes = Encoding(causal, job).nbytes
-    assert job.computed_bytes(causal) == nbytes
-    assert replace(job, layers=None).computed_bytes(causal) == 2 * nbytes
 
 
 def test_more_tokens_than_one_pass_takes_are_split(
@@ -325,11 +284,11 @@ class Memory:
         self._allocate = ContiguousKV.allocate
         monkeypatch.setattr(ContiguousKV, "allocate", self.allocate)
 
-    def allocate(self, model: CausalLM, capacity: int, layers: int | None = None) -> ContiguousKV:
+    def allocate(self, model: CausalLM, capacity: int) -> ContiguousKV:
         if capacity > self.left:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.left -= capacity
-        room = self._allocate(model, capacity, layers)
+        room = self._allocate(model, capacity)
         weakref.finalize(room.keys, self.free, capacity)
         return room
 

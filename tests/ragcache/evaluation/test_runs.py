@@ -113,15 +113,15 @@ def test_questions_are_asked_over_their_own_documents(tmp_path: Path, reader: Lo
 
 @pytest.mark.slow
 def test_questions_through_a_chat_paste_what_was_retrieved(rag: RagCache) -> None:
-    modes = ["rooted", "linked:400", "exact"]
+    modes = ["rooted", "primed:400", "exact"]
     found = evaluate_modes(rag, "notes", ASKED[:2], modes, k=2, through="chat")
-    rooted, linked, exact = found.reports
+    rooted, primed, exact = found.reports
     assert [report.mode for report in found.reports] == [f"chat:{mode}" for mode in modes]
     assert rooted.computed_tokens < exact.computed_tokens
     assert rooted.retrieved == exact.retrieved == 1, "sources were recognized"
-    assert [m.given for m in linked.marked] == [m.given for m in exact.marked]
-    assert linked.agreement == 1.0
-    assert linked.kl_divergence == pytest.approx(0, abs=1e-5)
+    assert [m.given for m in primed.marked] == [m.given for m in exact.marked]
+    assert primed.agreement == 1.0
+    assert primed.kl_divergence == pytest.approx(0, abs=1e-5)
     assert {each.reference for each in found.comparisons} == {"chat:exact"}
 
 

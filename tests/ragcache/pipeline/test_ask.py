@@ -1,6 +1,6 @@
 """Questions: what is leased, what is computed, and what is refused before either.
 
-Modes `rooted` and `linked:n` give the logits of one ordinary forward pass with an explicit mask
+Modes `rooted` and `primed:N` give the logits of one ordinary forward pass with an explicit mask
 that is built by hand from what each token saw.
 """
 
@@ -70,7 +70,7 @@ def test_a_repetition_penalty_counts_tokens_of_cached_modules(rag: RagCache) -> 
     assert rooted.choices[0].token_ids != plain.choices[0].token_ids
 
 
-@pytest.mark.parametrize("mode", ["rooted", "linked:3"])
+@pytest.mark.parametrize("mode", ["rooted", "primed:3"])
 def test_the_tokens_of_a_prompt_are_known_whatever_is_read(rag: RagCache, mode: str) -> None:
     params, ask = SearchParams(k=3), rag.internals.ask
     [read] = ask.prepare_prompts([QUESTION], "notes", params, ReuseMode.parse(mode))
@@ -160,19 +160,18 @@ def test_the_first_answer_counts_what_it_encodes_as_computed(rag: RagCache) -> N
     assert first.reuse.prompt_tokens == again.reuse.prompt_tokens
 
 
-def test_linked_modules_compute_their_first_tokens_again(rag: RagCache) -> None:
-    rooted = rag.ask(QUESTION, collection="notes", k=3, relative_threshold=0.0)
+def test_primed_modules_compute_their_first_tokens_again(rag: RagCache) -> None:
+    asked = {"collection": "notes", "k": 3, "relative_threshold": 0.0}
+    primed, *_ = (rag.ask(QUESTION, mode="primed", **asked) for _ in range(2))
     for count in (4, 8):
-        answer = rag.ask(
-            QUESTION, collection="notes", k=3, relative_threshold=0.0, mode=f"linked:{count}"
-        )
-        assert answer.mode == f"linked:{count}"
-        assert answer.reuse.prompt_tokens == rooted.reuse.prompt_tokens
-        again = rooted.reuse.cached_tokens - answer.reuse.cached_tokens
+        answer = rag.ask(QUESTION, mode=f"primed:{count}", **asked)
+        assert answer.mode == f"primed:{count}"
+        assert answer.reuse.prompt_tokens == primed.reuse.prompt_tokens
+        again = primed.reuse.cached_tokens + primed.reuse.created_tokens
+        again -= answer.reuse.cached_tokens
         assert again == 2 * count, "all but the first module, which saw what stands before it"
         assert {source.tier for source in answer.sources} == {"host"}
-    exact = rag.ask(QUESTION, collection="notes", k=3, relative_threshold=0.0, mode="exact")
-    whole = rag.ask(QUESTION, collection="notes", k=3, relative_threshold=0.0, mode="linked:500")
+    exact, whole = (rag.ask(QUESTION, mode=mode, **asked) for mode in ("exact", "primed:500"))
     assert whole.choices[0].token_ids == exact.choices[0].token_ids
 
 
@@ -185,10 +184,10 @@ def test_a_folder_has_a_default_mode(tmp_path: Path, model: LoadedModel) -> None
         assert rag.ask(QUESTION, collection="notes", mode="rooted").mode == "rooted"
         changes = rag.modules.warm("notes", dry_run=True)
         assert {change.action for change in changes} == {"encode"}, "states for later places"
-    options: dict[str, Any] = {"max_tokens": 2, "default_mode": "linked:4"}
+    options: dict[str, Any] = {"max_tokens": 2, "default_mode": "primed:4"}
     with RagCache.open(tmp_path / "state", primed, **options) as rag:
-        assert rag.ask(QUESTION, collection="notes").mode == "linked:4"
-        assert rag.chat(message, collection="notes").mode == "recognized:linked:4"
+        assert rag.ask(QUESTION, collection="notes").mode == "primed:4"
+        assert rag.chat(message, collection="notes").mode == "recognized:primed:4"
         assert rag.chat(message, collection="notes", mode="exact").mode == "exact"
     with pytest.raises(ConfigurationError, match="default_mode"):
         RagCache.open(tmp_path / "state", primed, default_mode="fast")
@@ -288,7 +287,7 @@ def groups_of(modules: list[tuple[int, ...]], start: int) -> list[ModuleGroup]:
     return [ModuleGroup((n,), module, next(starts)) for n, module in enumerate(modules)]
 
 
-def linked_context(
+def context_of(
     states: list[KVStates], modules: list[tuple[int, ...]], own: list[int], mode: ReuseMode
 ) -> tuple[Context, TokenPrompt]:
     """states: of the preamble and of each module. The preamble's tokens do not matter where they
@@ -301,12 +300,12 @@ def linked_context(
     return build_context(prompt, keys, states), prompt
 
 
-def linking(tokens: int) -> ReuseMode:
-    return ReuseMode.parse(f"linked:{tokens}") if tokens else ROOTED
+def computing(tokens: int) -> ReuseMode:
+    return ReuseMode.parse(f"primed:{tokens}") if tokens else ROOTED
 
 
 @torch.no_grad()
-def reference(plain: Any, linked: int, priming: Sequence[int] = ()) -> Tensor:
+def reference(plain: Any, first: int, priming: Sequence[int] = ()) -> Tensor:
     """Every module after the preamble, then its first tokens again in context, then the question.
 
     A module's cached rest saw the preamble right before it, for modules after the first with the
@@ -316,7 +315,7 @@ def reference(plain: Any, linked: int, priming: Sequence[int] = ()) -> Tensor:
     rows = [(position, token, "root", True) for position, token in enumerate(PREAMBLE)]
     computed, position = [], len(PREAMBLE)
     for number, module in enumerate(MODULES):
-        count = min(linked, len(module)) if number else 0
+        count = min(first, len(module)) if number else 0
         before = [*PREAMBLE, *priming] if number else PREAMBLE
         start = position - len(before)
         rows += [(start + i, t, f"module {number}", False) for i, t in enumerate(before)]
@@ -339,26 +338,22 @@ def reference(plain: Any, linked: int, priming: Sequence[int] = ()) -> Tensor:
     return logits[0, -1]
 
 
-@pytest.mark.parametrize("linked", [0, 1, 4, 9, 12, 99])
-def test_a_linked_context_equals_the_pass_built_by_hand(linked: int) -> None:
+@pytest.mark.parametrize("mode", ["rooted", "rooted:1", "rooted:4", "rooted:12"])
+def test_a_rooted_context_equals_the_pass_built_by_hand(mode: str) -> None:
     causal = wrap_causal(tiny_model("llama"))
     [root] = encode(causal, [EncodeJob(PREAMBLE)])
     start = len(PREAMBLE)
     jobs = [EncodeJob(module, start, Segment(root, 0)) for module in MODULES]
     states = [root, *encode(causal, jobs)]
-    context, _ = linked_context(states, MODULES, OWN, linking(linked))
+    parsed = ReuseMode.parse(mode)
+    context, _ = context_of(states, MODULES, OWN, parsed)
     [logits] = last_logits(causal, [context])
-    expected = reference(tiny_model("llama"), linked)
+    expected = reference(tiny_model("llama"), parsed.amount)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-    if linked == 99:  # all that comes after the first module is computed, so nothing was lost
-        tokens = [*PREAMBLE, *(t for module in MODULES for t in module), *OWN]
-        with torch.no_grad():
-            plain = tiny_model("llama")(torch.tensor([tokens])).logits[0, -1]
-        torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["primed", "primed:1", "primed:4", "primed:99"])
-def test_a_primed_context_equals_the_pass_built_by_hand(mode: str) -> None:
+@pytest.mark.parametrize("first", [0, 1, 4, 9, 12, 99])
+def test_a_primed_context_equals_the_pass_built_by_hand(first: int) -> None:
     """Modules after the first saw preamble and priming text; the question sees no priming text."""
     causal, priming = wrap_causal(tiny_model("llama")), random_tokens(11, seed=5)
     [root, other] = encode(causal, [EncodeJob(PREAMBLE), EncodeJob([*PREAMBLE, *priming])])
@@ -367,13 +362,14 @@ def test_a_primed_context_equals_the_pass_built_by_hand(mode: str) -> None:
         for module, before in zip(MODULES, [root, *[other] * len(MODULES)], strict=False)
     ]
     states = [root, *encode(causal, jobs)]
-    parsed = ReuseMode.parse(mode)
-    context, _ = linked_context(states, MODULES, OWN, parsed)
+    context, _ = context_of(states, MODULES, OWN, computing(first) if first else PRIMED)
     [logits] = last_logits(causal, [context])
-    expected = reference(tiny_model("llama"), parsed.linked_tokens, priming)
+    expected = reference(tiny_model("llama"), first, priming)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-    rooted = reference(tiny_model("llama"), parsed.linked_tokens)
-    assert torch.allclose(expected, rooted, rtol=1e-4, atol=1e-5) == (mode == "primed:99")
+    tokens = [*PREAMBLE, *(t for module in MODULES for t in module), *OWN]
+    with torch.no_grad():
+        plain = tiny_model("llama")(torch.tensor([tokens])).logits[0, -1]
+    assert torch.allclose(logits, plain, rtol=1e-4, atol=1e-5) == (first == 99), "all is computed"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -415,15 +411,15 @@ def test_primed_modules_see_the_priming_text(
     st.integers(0, 8),
 )
 def test_every_position_stands_in_a_segment_or_is_computed(
-    modules: list[list[int]], own: list[int], linked: int
+    modules: list[list[int]], own: list[int], first: int
 ) -> None:
     empty = partial(torch.zeros, 1, 1)
     states = [KVStates(empty(n, 2), empty(n, 2), 3) for n in (3, *map(len, modules))]
-    context, prompt = linked_context(states, list(map(tuple, modules)), own, linking(linked))
+    context, prompt = context_of(states, list(map(tuple, modules)), own, computing(first))
     kept = [at for segment in context.segments for at in range(segment.start, segment.end)]
     assert sorted([*kept, *context.position_ids]) == list(range(context.next_position))
     assert list(context.position_ids) == sorted(context.position_ids)
-    again = sum(min(linked, len(module)) for module in modules[1:])
+    again = sum(min(first, len(module)) for module in modules[1:])
     assert prompt.recomputed == again
     assert len(context.token_ids) == len(own) + again
     assert context.cached_tokens == 3 + sum(map(len, modules)) - again
@@ -484,7 +480,7 @@ def all_tokens(prompt: TokenPrompt) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "mode", ["rooted", "isolated", "primed", "primed:3", "linked:999", "exact"]
+    "mode", ["rooted", "rooted:3", "isolated", "primed", "primed:3", "primed:999", "exact"]
 )
 @pytest.mark.parametrize("numbers", [(3, 1), (1, 2, 3), (2,)])
 def test_every_mode_builds_the_same_tokens(
@@ -569,7 +565,7 @@ def test_an_exact_prompt_reads_nothing(pipeline: AskPipeline) -> None:
 
 
 def test_modules_of_a_scaffold_are_one_group(pipeline: AskPipeline) -> None:
-    prompt = pipeline.build(asked_in("linked:5"), selection_of(1, 2, 3))
+    prompt = pipeline.build(asked_in("primed:5"), selection_of(1, 2, 3))
     assert isinstance(prompt.states, ModuleStates)
     assert [group.modules for group in prompt.states.groups] == [(), (1, 2), (3,)]
     citations = prompt.retrieved.citations

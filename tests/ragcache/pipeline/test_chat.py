@@ -140,10 +140,11 @@ def test_reuse_counts_what_was_read_and_what_was_made(rag: RagCache) -> None:
     assert [source.tier for source in exact.sources] == ["computed", "computed"]
     plain = rag.chat(PASTED, recognize=False)
     assert (plain.mode, plain.sources, plain.reuse.cached_tokens) == ("exact", (), 0)
-    linked = rag.chat(PASTED, mode="linked:4")
-    assert linked.mode == "recognized:linked:4"
-    assert linked.reuse.cached_tokens == kept.reuse.cached_tokens - 8
-    assert tokens(rag.chat(PASTED, mode="linked:400")) == tokens(exact)
+    rag.chat(PASTED, mode="primed")
+    primed = rag.chat(PASTED, mode="primed:4")
+    assert primed.mode == "recognized:primed:4"
+    assert primed.reuse.cached_tokens == kept.reuse.cached_tokens - 8
+    assert tokens(rag.chat(PASTED, mode="primed:400")) == tokens(exact)
 
 
 def test_states_made_for_a_chat_belong_to_their_modules(rag: RagCache) -> None:
@@ -394,14 +395,14 @@ def worded(request: pytest.FixtureRequest, reader: LoadedModel) -> LoadedModel:
 
 
 def laid_out(
-    model: LoadedModel, text: str, linked: int = 0, allowed: bool = True, lead: tuple[int, ...] = ()
+    model: LoadedModel, text: str, first: int = 0, allowed: bool = True, lead: tuple[int, ...] = ()
 ) -> tuple[PromptLayout, list[int | None], list[int]]:
     """A prompt's layout, the group of each module in it, and all of its tokens in order."""
     found = find(text, TABLE)
     ids = [tuple(model.encode_untrusted(each.module.text)) for each in found]
     tokenizer = InContextTokenizer(ChatTemplate(model))
     layout, chat = PromptLayout(), RenderedChat("", text, found, lead)
-    mode = ReuseMode.parse(f"linked:{linked}") if linked else ROOTED
+    mode = ReuseMode.parse(f"primed:{first}") if first else ROOTED
     groups = lay_out_chat(layout, chat, ids, tokenizer, mode, lambda *_: allowed)
     places = dict(layout.own)
     assert len(places) == len(layout.own)
@@ -431,20 +432,18 @@ PARTS = st.one_of(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(PARTS, min_size=1, max_size=7), st.sampled_from([0, 3, 99]))
-def test_the_tokens_decode_to_the_prompt(
-    worded: LoadedModel, parts: list[str], linked: int
-) -> None:
+def test_the_tokens_decode_to_the_prompt(worded: LoadedModel, parts: list[str], first: int) -> None:
     model = worded
     content = "".join(parts)
     template = ChatTemplate(model)
     if content.strip():
         text = template.render_chat([{"role": "user", "content": content}])
-        _, _, ids = laid_out(model, text, linked)
+        _, _, ids = laid_out(model, text, first)
         rendered = model.tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
         assert decoded(model, ids) == rendered
-    _, _, ids = laid_out(model, template.plain(content), linked)
+    _, _, ids = laid_out(model, template.plain(content), first)
     whole = model.encode_untrusted(content)  # which may not decode to spaces at its front
     assert decoded(model, ids) == decoded(model, whole)
 
@@ -488,9 +487,9 @@ def test_modules_that_may_not_stand_there_are_computed(reader: LoadedModel) -> N
     layout, groups, ids = laid_out(reader, text, allowed=False)
     assert (layout.spans, groups) == ([], [None])
     assert [token for _, token in layout.own] == ids
-    layout, groups, _ = laid_out(reader, text, linked=99)
+    layout, groups, _ = laid_out(reader, text, first=99)
     assert (layout.spans, groups) == ([], [None])
-    some, groups, _ = laid_out(reader, text, linked=MIN_READ_TOKENS)
+    some, groups, _ = laid_out(reader, text, first=MIN_READ_TOKENS)
     assert (some.spans[0].begin, groups) == (MIN_READ_TOKENS, [1])
 
 

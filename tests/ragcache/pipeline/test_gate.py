@@ -103,16 +103,14 @@ def test_the_reader_passes_unless_states_are_moved_wrongly(
 def test_what_is_all_computed_in_context_is_exact(
     tiny_reader: LoadedModel, engine: LLMEngine
 ) -> None:
-    modes = ["linked:400", "blend:99", "blend:64", "rooted", "isolated", "primed:400", "primed"]
+    modes = ["rooted", "isolated", "primed:400", "primed"]
     found = measure_modes(tiny_reader, engine, list(map(ReuseMode.parse, modes)))
     assert found is not None
-    linked, blended, some, rooted, isolated, computed, primed = found
+    rooted, isolated, computed, primed = found
     assert computed.kl_divergence < 1e-6 < primed.kl_divergence
     assert primed.kl_divergence != rooted.kl_divergence
-    assert linked.equal_answers == computed.equal_answers == 1.0
-    assert linked.kl_divergence < 1e-6 < rooted.kl_divergence < isolated.kl_divergence
-    assert blended.kl_divergence < some.kl_divergence < rooted.kl_divergence
-    assert linked.agreement == 1.0
+    assert rooted.kl_divergence < isolated.kl_divergence
+    assert computed.equal_answers == computed.agreement == 1.0
     assert rooted.other_documents > rooted.kl_divergence
 
 
@@ -120,10 +118,10 @@ def test_the_cheapest_mode_that_keeps_answers_is_proposed() -> None:
     def result(mode: str, equal: float, divergence: float = 0.1) -> GateResult:
         return replace(NEAR, mode=mode, equal_answers=equal, kl_divergence=divergence)
 
-    linked, primed = result("linked:16", 1.0), result("primed:16", 0.95)
-    assert propose_mode([linked, result("rooted", 0.8), primed]) == primed
-    assert propose_mode([linked, primed, result("rooted", 0.9)]) == result("rooted", 0.9)
-    assert propose_mode([result("rooted", 1.0, divergence=4.5), linked]) == linked
+    computed, primed = result("primed:16", 1.0), result("primed", 0.95)
+    assert propose_mode([computed, result("rooted", 0.8), primed]) == primed
+    assert propose_mode([computed, primed, result("rooted", 0.9)]) == result("rooted", 0.9)
+    assert propose_mode([result("rooted", 1.0, divergence=4.5), computed]) == computed
     assert propose_mode([result("rooted", 0.8), result("primed", 0.89)]) is None
 
 
@@ -273,9 +271,9 @@ def test_modes_are_measured_once_however_many_ask(
 
     monkeypatch.setattr(gate, "measure_modes", measure)
     modes = ModeGate(tiny_reader, engine, None)
-    for mode in ("rooted", "rooted", "exact", "linked:17", "linked:30"):
+    for mode in ("rooted", "rooted", "exact", "primed:17", "primed:30"):
         modes.check_mode(ReuseMode.parse(mode))
-    assert measured == ["rooted", "linked:16"]
+    assert measured == ["rooted", "primed:16"]
     ModeGate(tiny_reader, engine, None, forced=True).check_mode(ISOLATED)
     assert "isolated" not in measured
 
@@ -309,13 +307,13 @@ def test_no_answer_waits_for_a_measurement_in_the_background(
     pml = '<prompt schema="s"><m/>Which color?</prompt>'
     early = [
         rag.ask(QUESTION, collection="notes"),
-        rag.ask(QUESTION, collection="notes", mode="linked:17"),
+        rag.ask(QUESTION, collection="notes", mode="primed:17"),
         rag.chat([message]),
         rag.prompt(pml),
     ]
     assert [answer.mode for answer in early] == ["exact"] * 4
     named = [answer.reuse.replaced_mode for answer in early]
-    assert named == ["rooted", "linked:17", "rooted", "isolated"]
+    assert named == ["rooted", "primed:17", "rooted", "isolated"]
     greeting = rag.chat([{"role": "user", "content": "Hello"}])
     assert (greeting.mode, greeting.reuse.replaced_mode) == ("exact", None)
     with pytest.raises(ConfigurationError, match="use the mode `isolated`"):
@@ -325,7 +323,7 @@ def test_no_answer_waits_for_a_measurement_in_the_background(
     late = [rag.ask(QUESTION, collection="notes"), rag.chat([message]), rag.prompt(pml)]
     assert [answer.mode for answer in late] == ["rooted", "recognized:rooted", "isolated"]
     assert {answer.reuse.replaced_mode for answer in late} == {None}
-    assert sorted(measured) == ["isolated", "linked:16", "rooted"]
+    assert sorted(measured) == ["isolated", "primed:16", "rooted"]
 
 
 def test_a_failed_measurement_starts_again_with_the_next_prompt(

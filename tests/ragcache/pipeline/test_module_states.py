@@ -90,8 +90,8 @@ def test_a_scaffold_over_all_that_is_read_loses_nothing(rag: RagCache) -> None:
     assert {source.scaffold for source in exact.sources} == {""}
     assert rag.stats().encoded == encoded, "it was encoded when it was declared"
     assert answer.reuse.prompt_tokens == exact.reuse.prompt_tokens
-    linked = rag.ask(QUESTION, collection="notes", k=2, mode="linked:4")
-    assert linked.reuse.cached_tokens == answer.reuse.cached_tokens, "there is nothing to link"
+    primed = rag.ask(QUESTION, collection="notes", k=2, mode="primed:4")
+    assert primed.reuse.cached_tokens == answer.reuse.cached_tokens, "it is the first module"
 
 
 def test_states_of_a_scaffold_go_with_its_documents(rag: RagCache, tmp_path: Path) -> None:

@@ -139,15 +139,6 @@ def test_every_other_family_is_refused_by_name(model_type: str) -> None:
         check_split(kind, config, 2)
 
 
-@pytest.mark.parametrize("parallel", [("llama", 2, {})], indirect=True)
-def test_the_first_layers_alone_are_written_by_all_ranks(parallel: ParallelLM) -> None:
-    job = EncodeJob(list(range(40)), layers=1)
-    [expected] = encode(wrap_causal(tiny_model("llama")), [job])
-    [found] = encode(parallel, [job])
-    torch.testing.assert_close(found.keys, expected.keys, **CLOSE)
-    torch.testing.assert_close(found.values, expected.values, **CLOSE)
-
-
 @pytest.mark.slow
 def test_one_model_is_split_several_times_and_stays_usable() -> None:
     """Its weights move, and the ranks of the first split keep theirs."""

@@ -8,7 +8,7 @@ import { Brand, Settings, start } from "./shell.js";
 import { Button, complain, dialog, Empty, Fault, Field, html, Icon, useEffect, useMemo, usePolled, useRef, useState, useStore } from "./ui.js";
 import { ENDED, Job, jobs, Upload, useDrop } from "./upload.js";
 
-const MODES = ["rooted", "primed", "primed:16", "isolated", "linked:4", "linked:16", "blend:15", "exact"];
+const MODES = ["rooted", "primed", "primed:16", "isolated", "exact"];
 const OPERATORS = ["eq", "ne", "gt", "gte", "lt", "lte"];
 const DEFAULTS = { k: 4, mode: "rooted", citations: false, filters: [] };
 const NEAR = 80; // pixels from the end within which an arriving answer is followed

@@ -1,9 +1,8 @@
-"""Cost of mode `blend:R` in first tokens and steps, compared with `rooted` and `exact`.
+"""First tokens and steps of the modes of reuse.
 
-A model of a shape with random weights, whose first layer says nothing of the others: which tokens
-are chosen does not change what it takes. Documents, their order and the question are new each time.
+A model of a shape with random weights. Documents, their order and the question are new each time.
 
-python benchmarks/blend.py --shape 8b --json FILE
+python benchmarks/mode_times.py --shape 8b --json FILE
 """
 
 from __future__ import annotations
@@ -30,33 +29,35 @@ from harness import (
 
 from ragcache.modes import ReuseMode
 from ragcache.pipeline.ask import lay_out
-from ragcache.pipeline.blend import blend_prompt
 from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, TokenPrompt, build_context
 from ragcache.states import KVKey, KVStates
 
-MODES = ("rooted", "blend:5", "blend:15", "blend:30", "exact")
+MODES = ("rooted", "primed", "primed:8", "primed:16", "primed:32", "exact")
 
 
 @dataclass(frozen=True, slots=True)
-class BlendSetting:
-    """modes: asked in; warm: questions in each that do not count; runs: those that do; new_tokens:
-    of the answers whose steps are timed."""
+class TimesSetting:
+    """How modes are timed."""
 
     modes: tuple[str, ...] = MODES
     warm: int = 2
+    """Questions in each mode that do not count."""
     runs: int = 7
+    """Questions in each mode that count."""
     new_tokens: int = 65
+    """Tokens of the answers whose steps are timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question: seconds until its answer ended, and of the comparison before; tokens computed,
-    and segments read."""
+    """One question."""
 
     seconds: float
-    choosing: float
+    """Seconds until its answer ended."""
     computed: int
+    """Number of computed tokens."""
     segments: int
+    """Number of segments that were read."""
 
 
 class Asker:
@@ -75,14 +76,9 @@ class Asker:
         layout = self._lay_out(order, question, mode)
         read = [] if not mode.reads_states else [session.root, *(self.states[n] for n in order)]
         prompt = layout.prompt()
-        laid_out = time.perf_counter()
-        if percent := mode.blend_percent:
-            token_ids = [group.token_ids for group in layout.groups]
-            prompt = blend_prompt(prompt, percent, read, token_ids, session.causal, session.engine)
-        chosen = time.perf_counter()
         self._answer(prompt, read, new_tokens)
-        end = time.perf_counter()
-        return Asked(end - begin, chosen - laid_out, len(prompt.computed_tokens), len(prompt.spans))
+        seconds = time.perf_counter() - begin
+        return Asked(seconds, len(prompt.computed_tokens), len(prompt.spans))
 
     def _lay_out(
         self, order: Sequence[int], question: Sequence[int], mode: ReuseMode
@@ -103,12 +99,11 @@ class Asker:
         self.session.engine.submit_request(self.session.request(context, new_tokens)).result()
 
 
-def bench_blend(
-    shapes: dict[str, LlamaShape], device: str, load: GpuWorkload, setting: BlendSetting,
+def bench_modes(
+    shapes: dict[str, LlamaShape], device: str, load: GpuWorkload, setting: TimesSetting,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Medians by shape, number of documents and mode: first_token_ms, of it choosing_ms, step_ms,
-    computed tokens, and segments that are read."""
+    """Return medians by shape, number of documents and mode."""
     rows: list[dict[str, Any]] = []
     for name, shape in shapes.items():
         session = GpuSession(shape, load, device, progress)
@@ -126,7 +121,7 @@ def bench_blend(
     return {"rows": rows, "machine": describe_machine()}
 
 
-def _measured(asker: Asker, mode: ReuseMode, count: int, setting: BlendSetting) -> dict[str, float]:
+def _measured(asker: Asker, mode: ReuseMode, count: int, setting: TimesSetting) -> dict[str, float]:
     for _ in range(setting.warm):
         asker.ask(mode, count, 2)
     first = [asker.ask(mode, count, 1) for _ in range(setting.runs)]
@@ -135,7 +130,6 @@ def _measured(asker: Asker, mode: ReuseMode, count: int, setting: BlendSetting) 
     steps = statistics.median(each.seconds for each in long) - seconds
     return {
         "first_token_ms": 1e3 * seconds,
-        "choosing_ms": 1e3 * statistics.median(each.choosing for each in first),
         "step_ms": 1e3 * steps / (setting.new_tokens - 1),
         "computed": statistics.median(each.computed for each in first),
         "segments": statistics.median(each.segments for each in first),
@@ -149,21 +143,21 @@ def main(
     document_tokens: Annotated[int, typer.Option(help="Tokens of each document.")] = 1024,
     json_file: JsonFile = None,
 ) -> None:
-    """First tokens and steps in mode `blend:R`, or in others, beside `rooted` and `exact`."""
+    """Measure first tokens and steps of modes of reuse."""
     shapes = named_shapes(shape)
     result = run_benchmark(
-        lambda progress: bench_blend(
+        lambda progress: bench_modes(
             shapes,
             device,
             GpuWorkload(documents=16, document_tokens=document_tokens),
-            BlendSetting(tuple(modes.split(","))),
+            TimesSetting(tuple(modes.split(","))),
             progress,
         )
     )
-    heads = "first token", "choosing", "step", "computed", "segments"
+    heads = "first token", "step", "computed", "segments"
     table = plain_table("shape", "documents", "mode", *heads, left=3)
     for row in result["rows"]:
-        times = (f"{row[key]:.1f} ms" for key in ("first_token_ms", "choosing_ms", "step_ms"))
+        times = (f"{row[key]:.1f} ms" for key in ("first_token_ms", "step_ms"))
         counts = (f"{row[key]:,.0f}" for key in ("computed", "segments"))
         table.add_row(row["shape"], str(row["documents"]), row["mode"], *times, *counts)
     print_figures([table], result, json_file)
