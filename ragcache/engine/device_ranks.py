@@ -25,6 +25,7 @@ from ragcache.attention.triton.tables import TableContent
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.device_runner import DeviceLaunch, DeviceModelRunner
+from ragcache.engine.split_sampler import SplitSampler, likeliest_pairs
 from ragcache.machine import new_stream
 from ragcache.models.parallel.collectives import SignsOfLife
 from ragcache.models.parallel.device_copies import FollowedCopies
@@ -54,12 +55,21 @@ class RankRunner(DeviceModelRunner):
 
     def warm_up(self) -> None:
         super().warm_up()
-        width = -(-self.model.logits_width // self.model.collectives.ranks)
-        self.model.gather_logits(torch.zeros(2, width, dtype=self.model.dtype, device=self.device))
+        part = torch.zeros(2, self._columns, dtype=self.model.dtype, device=self.device)
+        self.model.gather_logits(part)
+        self._pairs(part)
 
-    def _run(self, launch: DeviceLaunch, previous: Tensor | None) -> Tensor:
-        # behind the graph, which computes the logits of more rows than the step wants
-        return self.model.gather_logits(super()._run(launch, previous))
+    @property
+    def _columns(self) -> int:
+        """Columns of the logits that a rank has. The last ranks may have fewer."""
+        return -(-self.model.logits_width // self.model.collectives.ranks)
+
+    def _pairs(self, part: Tensor) -> Tensor:
+        """`likeliest_pairs` of all ranks, for the leader. part: this rank's logits."""
+        collectives = self.model.collectives
+        first = collectives.rank * self._columns
+        pairs = likeliest_pairs(part, first, kernels=self.stream is not None)
+        return collectives.gather_columns(pairs, 2 * collectives.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +136,18 @@ class ReadEightBits:
         follower.runners[self.number]._read_eight_bits()
 
 
+@dataclass(frozen=True, slots=True)
+class FollowedLogits:
+    """Message: the leader samples from the logits of the last step."""
+
+    number: int
+    likeliest: bool
+    """Whether pairs of the largest logits and their tokens are enough."""
+
+    def run(self, follower: DeviceFollower) -> None:
+        follower.runners[self.number].join_logits(likeliest=self.likeliest)
+
+
 @dataclass(slots=True)
 class FollowedStep:
     """Message: a step that the leader launches.
@@ -144,6 +166,8 @@ class FollowedStep:
     """Rows of the step's graphs."""
     follows: int
     """Number of first rows whose tokens only the leader's device knows."""
+    whole: bool
+    """Whether the leader needs the logits of all ranks directly, to score prompts."""
     waits: Sequence[int]
     """Batches of uploads that the step reads and has to wait for."""
     others: Sequence[int]
@@ -159,7 +183,7 @@ class FollowedStep:
         lists = self.waits, self.others, self.content.lines
         head = (
             *(_STEP_MARK, self.number, self.eager, _KINDS.index(self.kind), self.rows),
-            *(self.logits, self.bucket or 0, self.follows),
+            *(self.logits, self.bucket or 0, self.follows, self.whole),
             *map(len, lists),
             *chain.from_iterable(lists),
         )
@@ -170,20 +194,20 @@ class FollowedStep:
         """Read a message. Its tables stay where `content` lies."""
         words = content.cast("q")
         head = words[:_STEP_WORDS].tolist()
-        _, number, eager, kind, rows, logits, bucket, follows, *counts = head
+        _, number, eager, kind, rows, logits, bucket, follows, whole, *counts = head
         ends = list(accumulate(counts, initial=_STEP_WORDS))
         waits, others, lines = (words[begin:end].tolist() for begin, end in pairwise(ends))
         tables = TableContent(lines, (content[8 * ends[-1] :],))
         return cls(
             *(number, bool(eager), _KINDS[kind], rows, logits, bucket or None, follows),
-            *(waits, others, tables),
+            *(bool(whole), waits, others, tables),
         )
 
 
 _KINDS: Final[tuple[StepKind, ...]] = ("decode", "mixed")
 _STEP_MARK: Final = 1
 """First int64 of a step. No pickled object begins with such a byte."""
-_STEP_WORDS: Final = 11
+_STEP_WORDS: Final = 12
 """Int64 of a step before its lists."""
 
 
@@ -215,6 +239,9 @@ class LeadingRunner(RankRunner):
         with self._leading():
             self._channel.send(WarmUp(self._number))
             super().warm_up()
+            ranks = self.model.collectives.ranks
+            none = torch.zeros(2, 2 * ranks, dtype=torch.float64, device=self.device)
+            self.create_sampler().choose(none, ())
 
     def _prepare(self) -> None:
         if not self._prepared:
@@ -231,9 +258,25 @@ class LeadingRunner(RankRunner):
         self._channel.wake()  # while this rank plans
         return super().prepare_batch(chunks, previous, decoding)
 
+    def create_sampler(self) -> SplitSampler:
+        return SplitSampler(
+            self.device,
+            self.model.logits_width,
+            partial(self._join, likeliest=False),
+            partial(self._join, likeliest=True),
+            kernels=self.stream is not None,
+        )
+
+    def _join(self, part: Tensor, *, likeliest: bool) -> Tensor:
+        """Get the logits of all ranks, or their pairs."""
+        with self._leading():
+            self._channel.send(FollowedLogits(self._number, likeliest))
+            return self._pairs(part) if likeliest else self.model.gather_logits(part)
+
     def _run(self, launch: DeviceLaunch, previous: Tensor | None) -> Tensor:
         with self._leading():
-            return super()._run(launch, previous)
+            part = super()._run(launch, previous)
+            return self.model.gather_logits(part) if _scores(launch) else part
 
     def _upload(self, launch: DeviceLaunch, previous: Tensor | None) -> None:
         launch.tables.upload(partial(self._send_step, launch, previous))
@@ -251,6 +294,7 @@ class LeadingRunner(RankRunner):
             batch.logits,
             None if bucket is None else bucket.rows,
             0 if previous is None else len(launch.follows),
+            _scores(launch),
             waits,
             others,
             content,
@@ -280,6 +324,11 @@ class LeadingRunner(RankRunner):
             yield
 
 
+def _scores(launch: DeviceLaunch) -> bool:
+    """Whether a step scores tokens of prompts."""
+    return any(begin < end for begin, end in (chunk.scored for chunk in launch.chunks))
+
+
 @dataclass(frozen=True, slots=True)
 class _FollowedBatch:
     """The sizes of a step that another rank has planned."""
@@ -296,6 +345,7 @@ class FollowingRunner(RankRunner):
         super().__init__(follower.model, prefill_tokens=prefill_tokens, graphs=graphs)
         self.stream = follower.stream
         self._received: tuple[TableContent, FollowerRegions] | None = None
+        self._logits = torch.empty(0)
 
     def follow(
         self, step: FollowedStep, regions: FollowerRegions, arrivals: Sequence[Arrival]
@@ -308,7 +358,16 @@ class FollowingRunner(RankRunner):
         follows = np.arange(step.follows)
         launch = DeviceLaunch((), batch, tables, arrivals, bucket, follows, 0)
         self._received = step.content, regions
-        self._run(launch, tables.views.token_ids if step.follows else None)
+        self._logits = self._run(launch, tables.views.token_ids if step.follows else None)
+        if step.whole:
+            self.model.gather_logits(self._logits)
+
+    def join_logits(self, *, likeliest: bool) -> None:
+        """Give the leader this rank's part of the last step's logits."""
+        if likeliest:
+            self._pairs(self._logits)
+        else:
+            self.model.gather_logits(self._logits)
 
     def _upload(self, launch: DeviceLaunch, previous: Tensor | None) -> None:  # noqa: ARG002
         assert self._received is not None

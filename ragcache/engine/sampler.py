@@ -252,7 +252,13 @@ class Sampler:
         likeliest_kernel[(count,)](
             logits, logits.stride(0), inputs, host, vocabulary, BLOCK=LIKELIEST_BLOCK, num_warps=16
         )
-        return _PendingTokens(states, [host], self._event(), inputs)
+        return self._pending(states, host, inputs)
+
+    def _pending(
+        self, states: Sequence[SamplerState], tokens: Tensor, inputs: Tensor
+    ) -> _PendingTokens:
+        """Tokens, -1 in a row without one, that the host sees after the work launched so far."""
+        return _PendingTokens(states, [tokens], self._event(), inputs)
 
     def _event(self) -> torch.cuda.Event | None:
         """Record an event after the work launched so far."""

@@ -16,13 +16,8 @@ LARGEST_KEY = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def likeliest_kernel(logits, row_stride, inputs, host, vocabulary, BLOCK: tl.constexpr):
-    """The first of a row's largest logits; -1 where that is infinite or one is NaN.
-
-    host [R], int64: in pinned memory, which the device writes over the bus. inputs [R], int64: the
-    same on the device, 0 in place of -1.
-    """
-    row = tl.program_id(0)
+def _likeliest(logits, row_stride, row, vocabulary, BLOCK: tl.constexpr):
+    """A row's largest logit, where it is first, and whether a logit is NaN."""
     at = tl.arange(0, BLOCK)
     largest = tl.full((), float("-inf"), tl.float32)
     found = tl.zeros((), tl.int32)
@@ -34,10 +29,53 @@ def likeliest_kernel(logits, row_stride, inputs, host, vocabulary, BLOCK: tl.con
         most, place = tl.max(x, 0, return_indices=True)
         found = tl.where(most > largest, begin + place, found)
         largest = tl.maximum(largest, most)
-    usable = (tl.max(unordered, 0) == 0) & (tl.abs(largest) < float("inf"))
-    token = tl.where(usable, found, -1).to(tl.int64)
+    return largest, found, tl.max(unordered, 0) != 0
+
+
+@triton.jit
+def likeliest_kernel(logits, row_stride, inputs, host, vocabulary, BLOCK: tl.constexpr):
+    """The first of a row's largest logits; -1 where that is infinite or one is NaN.
+
+    host [R], int64: in pinned memory, which the device writes over the bus. inputs [R], int64: the
+    same on the device, 0 in place of -1.
+    """
+    row = tl.program_id(0)
+    largest, found, unordered = _likeliest(logits, row_stride, row, vocabulary, BLOCK)
+    token = tl.where((tl.abs(largest) < float("inf")) & (unordered == 0), found, -1).to(tl.int64)
     tl.store(host + row, token)
     tl.store(inputs + row, tl.maximum(token, 0))
+
+
+@triton.jit
+def pairs_kernel(logits, row_stride, pairs, vocabulary, first, BLOCK: tl.constexpr):
+    """A row's largest logit, or NaN, and its token: pairs [R, 2], float64.
+
+    first: the token of the first column.
+    """
+    row = tl.program_id(0)
+    largest, found, unordered = _likeliest(logits, row_stride, row, vocabulary, BLOCK)
+    largest = tl.where(unordered, float("nan"), largest)
+    tl.store(pairs + 2 * row, largest.to(tl.float64))
+    tl.store(pairs + 2 * row + 1, (first + found).to(tl.float64))
+
+
+@triton.jit
+def choose_kernel(pairs, inputs, host, PARTS: tl.constexpr):
+    """As `likeliest_kernel`, of the pairs of a row's parts: [R, PARTS, 2], float64."""
+    row = tl.program_id(0)
+    largest = tl.full((), float("-inf"), tl.float64)
+    found = tl.zeros((), tl.float64)
+    unordered = tl.zeros((), tl.int32)
+    for part in tl.static_range(PARTS):
+        value = tl.load(pairs + 2 * (row * PARTS + part))
+        token = tl.load(pairs + 2 * (row * PARTS + part) + 1)
+        unordered |= (value != value).to(tl.int32)
+        found = tl.where(value > largest, token, found)
+        largest = tl.where(value > largest, value, largest)
+    usable = (unordered == 0) & (tl.abs(largest) < float("inf"))
+    chosen = tl.where(usable, found.to(tl.int64), -1)
+    tl.store(host + row, chosen)
+    tl.store(inputs + row, tl.maximum(chosen, 0))
 
 
 @triton.jit

@@ -61,10 +61,14 @@ def ask_until(rag: RagCache, end: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (1, 4), (8, 1), (4, 8)])
 def test_a_folder_is_written_and_read_by_any_number_of_processes(
     tmp_path: Path, model: LoadedModel, writers: int, readers: int
 ) -> None:
+    """Eight ranks have each of four key heads twice."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+    sizes |= {"vocab_size": model.causal.vocabulary, "max_position_embeddings": 2048}
+    model = replace(model, causal=wrap_causal(tiny_model("llama", **sizes)))
     with opened(tmp_path / "state", model, writers) as rag:
         rag.ingest("handbook", DOCUMENTS)
         expected = ask_all(rag)

@@ -24,7 +24,7 @@ def test_a_step_crosses_as_it_is(
 ) -> None:
     parts = [memoryview(bytes([number] * 128)) for number in range(3)]
     content = TableContent([1, 0, 2], parts)
-    step = FollowedStep(7, True, "mixed", 24, 2, bucket, 5, waits, others, content)
+    step = FollowedStep(7, True, "mixed", 24, 2, bucket, 5, True, waits, others, content)
     memory = memoryview(b"".join(step.parts()))
     found = read_device_message(memory, SharedArena.create(), FollowerRegions(torch.device("cpu")))
     assert isinstance(found, FollowedStep)
@@ -46,7 +46,7 @@ def test_received_tables_are_those_that_were_uploaded() -> None:
     sent: list[bytes] = []
 
     def send(content: TableContent) -> None:
-        step = FollowedStep(1, False, "decode", 40, 1, None, 0, (), (), content)
+        step = FollowedStep(1, False, "decode", 40, 1, None, 0, False, (), (), content)
         sent.append(b"".join(step.parts()))
 
     rng = np.random.default_rng(2)

@@ -77,11 +77,21 @@ def send(split: ParallelLM, code: str) -> None:
     split._followers.send_all(pickle.dumps(Runs(code)))
 
 
+EIGHT_HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (4, {}),  # with key heads that two ranks have
+    (4, EIGHT_HEADS),
+    (8, EIGHT_HEADS),
+    (8, {**EIGHT_HEADS, "num_key_value_heads": 1}),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_processes_answer_as_one_does(ranks: int) -> None:
-    expected, tokens = answers(wrap_causal(tiny_model("llama")))
-    split = split_model(wrap_causal(tiny_model("llama")), ranks)
+@pytest.mark.parametrize(("ranks", "sizes"), CASES)
+def test_processes_answer_as_one_does(ranks: int, sizes: dict[str, Any]) -> None:
+    expected, tokens = answers(wrap_causal(tiny_model("llama", **sizes)))
+    split = split_model(wrap_causal(tiny_model("llama", **sizes)), ranks)
     try:
         states, found = answers(split)
         assert found == tokens
@@ -150,6 +160,23 @@ def test_a_follower_that_dies_ends_the_engine(death: str, split: ParallelLM) -> 
         with pytest.raises(EngineFailed, match="computes no more requests"):
             engine.submit_request(long_request())
         assert not alive(follower)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_death_of_any_of_several_followers_ends_all(ranks: int) -> None:
+    split = split_model(wrap_causal(tiny_model("llama", **EIGHT_HEADS)), ranks)
+    followers = processes(split)
+    try:
+        with LLMEngine(split) as engine:
+            stream = iter(engine.submit_request(long_request()))
+            next(stream)
+            os.kill(followers[-1], signal.SIGKILL)
+            with pytest.raises(EngineFailed, match=f"rank {ranks - 1} of {ranks} ended"):
+                list(stream)
+            wait_for(lambda: not any(map(alive, followers)))
+    finally:
+        split.close()
 
 
 @pytest.mark.slow
