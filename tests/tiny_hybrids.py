@@ -58,6 +58,12 @@ _HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128, "head_dim": 16},
     "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", FULL], "num_dense_layers": 1},
+    "lfm3": {
+        "layer_types": ["conv", "sliding_attention", "conv", FULL],
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 9,
+    },
     "nemotron_h": {
         "layers_block_type": [RECURRENT, FULL, "mlp", RECURRENT],
         "num_hidden_layers": 4,

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ragcache.attention.layout import LayerHeads
 from ragcache.attention.metadata import (
     AttentionBackend,
     AttentionMetadata,
@@ -160,7 +161,7 @@ class CpuAttentionBackend:
         return scores
 
 
-def attention_bytes(rows: int, tokens: int, *, heads: int, kv_heads: int, head_dim: int) -> int:
+def attention_bytes(rows: int, tokens: int, heads: int, kept: LayerHeads) -> int:
     """The most memory that attention of one layer over one run of states takes on a CPU, by
     products or by definition.
 
@@ -172,12 +173,11 @@ def attention_bytes(rows: int, tokens: int, *, heads: int, kv_heads: int, head_d
         rows: New tokens.
         tokens: The longest run of states that they attend to.
         heads: Query heads.
-        kv_heads: Key heads.
-        head_dim: Elements of a head.
+        kept: Key heads.
     """
-    queries = rows * heads * head_dim
+    queries = rows * heads * kept.size
     scores = min(rows * heads * tokens, max(MOST_SCORES, heads * tokens))
-    states = kv_heads * tokens * head_dim
+    states = kept.count * tokens * kept.size
     elements = 11 * queries + 3 * scores + 2 * states + WORKSPACE
     return elements * torch.float32.itemsize
 

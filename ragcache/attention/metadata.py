@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from ragcache.attention.layout import StateLayout
 from ragcache.attention.ops import Rotation, rotate
 
 
@@ -103,6 +105,22 @@ class PagedQueries:
         picked = blocks.index_select(1, self.blocks.flatten())
         return picked.view(heads, len(self.rows), -1, dim)
 
+    def of_layer(self, layout: StateLayout, layer: int) -> PagedQueries:
+        """The same rows over one layer's states with whole heads. Blocks are gathered before their
+        heads are joined: a pool is larger than the blocks of a step."""
+        if layout.layers[layer].size == layout.head_dim:
+            keys, values = (layout.of_layer(layer, each)[None] for each in (self.keys, self.values))
+            return replace(self, keys=keys, values=values)
+        used, blocks = self.blocks.unique(return_inverse=True)
+        tokens = torch.arange(self.block_size, device=used.device)
+        slots = (used[:, None] * self.block_size + tokens).flatten()
+        here = layout.planes(layer)
+        keys, values = (
+            layout.join(layer, each[here.start : here.stop].index_select(2, slots))[None]
+            for each in (self.keys, self.values)
+        )
+        return replace(self, keys=keys, values=values, blocks=blocks)
+
 
 def read_values(keys: Tensor, values: Tensor) -> Tensor:
     """The values that attention reads: the kept ones, or the keys if one latent serves as both."""
@@ -177,6 +195,30 @@ class AttentionMetadata:
     layer has one."""
     softcap: float | None = None
     """Bound of the scores: softcap * tanh(score / softcap)."""
+    layout: StateLayout | None = None
+    """The planes of each layer, if layers have heads of different shapes."""
+
+    def of_layer(self, layer: int) -> tuple[AttentionMetadata, int]:
+        """Return metadata whose states have the heads of a layer, and the number of the layer in
+        them."""
+        layout, queries, paged = self.layout, self.shared_queries, self.paged_queries
+        if layout is None:
+            return self, layer
+        if queries is not None and isinstance(queries.rotation, tuple):
+            queries = replace(queries, rotation=queries.rotation[layer])
+        shared = []
+        for kv in self.shared_kv:
+            keys, values = (layout.of_layer(layer, each)[None] for each in (kv.keys, kv.values))
+            shared.append(replace(kv, keys=keys, values=values))
+        own = replace(
+            self,
+            shared_queries=queries,
+            shared_kv=tuple(shared),
+            paged_queries=None if paged is None else paged.of_layer(layout, layer),
+            windows=self.windows[layer : layer + 1],
+            layout=None,
+        )
+        return own, 0
 
     def window_of(self, layer: int) -> int | None:
         """Number of positions up to its own that a row of this layer sees, if limited."""
@@ -184,8 +226,16 @@ class AttentionMetadata:
 
     def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write the step's own states of a layer (`KVWrite`)."""
+        if self.layout is None:
+            self._write(layer, key, value)
+            return
+        split = (self.layout.split(each) for each in (key, value))
+        for plane, keys, values in zip(self.layout.planes(layer), *split, strict=True):
+            self._write(plane, keys, values)
+
+    def _write(self, plane: int, key: Tensor, value: Tensor) -> None:
         for write in self.writes:
-            write.write_states(layer, key, value)
+            write.write_states(plane, key, value)
 
     def shared_parts(self, most: int) -> Iterator[AttentionMetadata]:
         """Yield the metadata with some shared states at a time.

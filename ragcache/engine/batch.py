@@ -305,6 +305,7 @@ class _Frame:
             slopes=model.scheme.slopes,
             windows=model.windows,
             softcap=model.softcap,
+            layout=model.layout,
         )
         ends = [end for _, end in layout.rows]
         wanted = [

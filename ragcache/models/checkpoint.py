@@ -49,7 +49,7 @@ class TextForCausalLM(PreTrainedModel):  # type: ignore[misc]  # transformers is
         out = self.model(input_ids=input_ids, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, kept])
-        return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
+        return CausalLMOutputWithPast(logits=logits)
 
 
 def load_checkpoint(

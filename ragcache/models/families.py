@@ -9,15 +9,15 @@ before it serves:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache
 
 from ragcache.attention import backend_for
+from ragcache.attention.layout import LayerHeads, StateLayout
 from ragcache.errors import UnsupportedModel
 from ragcache.models.hf_patch import (
     patch_attention,
@@ -36,43 +36,24 @@ from ragcache.models.positions import (
     LayeredRotary,
     PositionScheme,
     Rotary,
-    check_scaling,
     geometric_slopes,
     interleaved_slopes,
-    rotary_scaling,
+)
+from ragcache.models.properties import (
+    FULL,
+    SLIDING,
+    WITHOUT_FAMILY,
+    check_hybrid,
+    check_properties,
+    layer_types,
+    layer_windows,
+    refuse,
 )
 from ragcache.models.recurrent import HybridLM, LayerKinds, patch_recurrent
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-FULL_NAMES = frozenset({FULL, "attention"})
-RECURRENT_NAMES = frozenset({"linear_attention", "conv", "hybrid"})
-"""Layers with a recurrent state; `hybrid` has attention, too."""
-WITHOUT_STATES = frozenset({"mlp", "moe"})
-STATE_SPACES = ("mamba_d_state", "ssm_cfg", "state_size", "ssm_state_size")
 SOME_LAYERS, LEARNED = "rotary in some layers, none in others", "learned, so that nothing moves"
 NORMED_LATER = "rotary before a norm with weights, so that nothing moves"
 BLOOM_LENGTH = 2048  # tokens; published configurations say it as `seq_length`, or not at all
-_UNSERVED = {
-    "is_encoder_decoder": "has an encoder and a decoder; only models that decode are served",
-    "add_cross_attention": "attends to another sequence (cross attention), which is not served",
-    "use_bidirectional_attention": "attends in both directions, so it continues no prompt",
-    "attention_chunk_size": "attends within chunks (attention_chunk_size), which is not served",
-    "kv_lora_rank": "keeps compressed states (kv_lora_rank), and its type has no row",
-    "global_head_dim": "has layers with heads of two sizes, which is not served",
-}
-_NOT_CONTINUED = "has recurrent layers that continue no text from a cache in transformers"
-_NO_ATTENTION = "has no attention layer, so it keeps no keys and values"
-_INDEXER = "chooses the keys of a query by an indexer, which is not served"
-_AROUND_KEYS = "has convolutions around its keys and values, so they change with the text before"
-_WITHOUT_FAMILY = {
-    **dict.fromkeys(("qwen4_exp_text", "glm5_next_text"), _INDEXER),
-    "lfm3": "has sliding windows beside recurrent layers, which is not served",
-    **dict.fromkeys(("inkling_text", "inkling2_text", "zaya"), _AROUND_KEYS),
-    **dict.fromkeys(("jamba", "zamba", "recurrent_gemma", "minimax"), _NOT_CONTINUED),
-    **dict.fromkeys(("mamba", "falcon_mamba", "mamba2", "rwkv", "xlstm"), _NO_ATTENTION),
-}
-"""Why models of some types are not served, where their configuration does not tell."""
-_HARMLESS = (None, False, "vision")  # of these; "vision": only images, which are not served
 # Hugging Face passes over `attn_config.alibi_bias_max` and computes with its default.
 MPT_BIAS_MAX = 8.0
 
@@ -90,7 +71,7 @@ def wrap_causal(model: Any) -> CausalLM:
     windows = layer_windows(config, dimensions)
     softcap = getattr(config, "attn_logit_softcapping", None)
     if family.scheme is not None and (windows or softcap is not None):
-        _refuse(config, "has windows or soft caps, which its family's attention does not know")
+        refuse(config, "has windows or soft caps, which its family's attention does not know")
     family.patch(model)
     model.eval()
     args = (model, scheme, backend_for(model.device), dimensions, windows, softcap)
@@ -104,60 +85,14 @@ def stack_rotary(model: Any) -> nn.Module:
     """The module that holds the rotary frequencies: the stack's `rotary_emb`."""
     stack = model.base_model
     found = getattr(stack, "rotary_emb", getattr(stack, "pos_emb", None))  # LFM2's mixtures
-    if not isinstance(found, nn.Module):
+    known = isinstance(found, nn.Module) and any("inv_freq" in n for n, _ in found.named_buffers())
+    if not known:
         raise UnsupportedModel(
-            f"this {model.config.model_type} model has no `rotary_emb` in its stack; its "
-            "family has to make its position scheme (`scheme`)"
+            f"this {model.config.model_type} model has no `rotary_emb` with frequencies (inv_freq) "
+            "in its stack; its family has to make its position scheme (`scheme`)"
         )
+    assert isinstance(found, nn.Module)
     return found
-
-
-def check_properties(
-    config: Any, served: Collection[str] = (), layers: Collection[str] = ()
-) -> None:
-    """Raises `UnsupportedModel` and names the property that is not served. served: names of
-    properties that a family serves; layers: types of layers that it serves beside attention."""
-    for name, reason in _UNSERVED.items():
-        if name in served:
-            continue
-        value = getattr(config, name, None)
-        if value not in _HARMLESS:
-            _refuse(config, reason)
-    if config.to_dict().get("per_layer_config"):
-        _refuse(config, "has layers with heads of two sizes, which is not served")
-    _check_layers(config, layers)
-    for layer_type in set(layer_types(config)):
-        check_scaling(rotary_scaling(config, layer_type))
-
-
-def sliding_window(config: Any) -> int | None:
-    """The sliding window in tokens, if a layer has one."""
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and SLIDING not in layer_types:
-        return None
-    if getattr(config, "use_sliding_window", True) is False:
-        return None
-    window = getattr(config, "sliding_window", None)
-    return None if window is None else int(window)
-
-
-def layer_types(config: Any) -> tuple[str, ...]:
-    """Whether each layer sees everything or through the sliding window."""
-    listed = getattr(config, "layer_types", None)
-    if listed is not None:
-        return tuple(FULL if each in FULL_NAMES else each for each in listed)
-    every = FULL if sliding_window(config) is None else SLIDING
-    return (every,) * int(config.num_hidden_layers)
-
-
-def layer_windows(config: Any, dimensions: Dimensions) -> tuple[int | None, ...]:
-    """See `CausalLM.windows`."""
-    window = sliding_window(config)
-    if window is None or window >= dimensions.window:
-        return ()
-    types = [layer_types(config)[number] for number in LayerKinds.of(config).keys]
-    types = types[: dimensions.num_layers]
-    return tuple(window if each == SLIDING else None for each in types)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,17 +140,18 @@ class Family:
         config, embedding = model.config, stack_rotary(model)
         parameters = getattr(config, "rope_parameters", None) or {}
         layered = any(isinstance(each, dict) for each in parameters.values())
-        types = layer_types(config) if layered else (None,) * int(config.num_hidden_layers)
-        rotaries = {each: self._rotary(config, embedding, each) for each in set(types)}
-        layers = tuple(rotaries[each] for each in types)
+        numbers = LayerKinds.of(config).keys[: self.dimensions(config).num_layers]
+        types = {n: layer_types(config)[n] if layered else None for n in numbers}
+        rotaries = {each: self._rotary(config, embedding, each) for each in set(types.values())}
+        layers = tuple(rotaries[each] for each in types.values())
         if self.silent_layers is not None:
             none, silent = layers[0].silent(), self.silent_layers(config)
             layers = tuple(
-                none if quiet else each for each, quiet in zip(layers, silent, strict=True)
+                none if silent[n] else each for n, each in zip(numbers, layers, strict=True)
             )
         if not layered and len(set(layers)) == 1:
             return layers[0]
-        return LayeredRotary(layers[: self.dimensions(config).num_layers])
+        return LayeredRotary(layers)
 
     def _rotary(self, config: Any, embedding: nn.Module, layer_type: str | None) -> Rotary:
         return Rotary.of(
@@ -245,8 +181,8 @@ def family_of(config: Any) -> Family:
     """The family of a configuration. Raises `UnsupportedModel` where none is registered."""
     family = FAMILIES.get(config.model_type)
     if family is None:
-        if config.model_type in _WITHOUT_FAMILY:
-            _refuse(config, _WITHOUT_FAMILY[config.model_type])
+        if config.model_type in WITHOUT_FAMILY:
+            refuse(config, WITHOUT_FAMILY[config.model_type])
         check_properties(config)  # names the obstacle, where there is one beyond the name
         raise UnsupportedModel(
             f"models of type {config.model_type!r} are not served; served types: "
@@ -274,9 +210,9 @@ def _falcon_dimensions(config: Any) -> Dimensions:
 def _check_mpt(config: Any) -> None:
     check_properties(config)
     if not config.attn_config.alibi:
-        _refuse(config, "has no ALiBi (attn_config.alibi is false)")
+        refuse(config, "has no ALiBi (attn_config.alibi is false)")
     if config.attn_config.prefix_lm:
-        _refuse(config, "attends in both directions within a prefix (attn_config.prefix_lm)")
+        refuse(config, "attends in both directions within a prefix (attn_config.prefix_lm)")
 
 
 def _mpt_scheme(model: Any) -> PositionScheme:
@@ -285,28 +221,6 @@ def _mpt_scheme(model: Any) -> PositionScheme:
 
 def _bloom_scheme(model: Any) -> PositionScheme:
     return Alibi(geometric_slopes(model.config.n_head).to(model.device))
-
-
-def check_hybrid(config: Any, served: Collection[str] = ()) -> None:
-    """`check_properties` of a family with recurrent layers beside attention."""
-    if not hasattr(Cache, "get_conv_state"):
-        _refuse(config, "has recurrent layers, which need transformers 5.21 or later")
-    check_properties(config, served, RECURRENT_NAMES | WITHOUT_STATES)
-    if not LayerKinds.of(config).keys:
-        _refuse(config, _NO_ATTENTION)
-
-
-def _check_layers(config: Any, served: Collection[str]) -> None:
-    listed = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    others = sorted(set(listed or ()) - {SLIDING} - FULL_NAMES - set(served))
-    if others:
-        _refuse(config, f"has layers of type {', '.join(others)}; served are {FULL} and {SLIDING}")
-    if listed is None and any(hasattr(config, name) for name in STATE_SPACES):
-        _refuse(config, "has state space layers, whose states are not keys and values")
-
-
-def _refuse(config: Any, reason: str) -> None:
-    raise UnsupportedModel(f"this {config.model_type} model {reason}")
 
 
 def _unturned(config: Any) -> tuple[bool, ...]:
@@ -331,6 +245,26 @@ def _own_layers(config: Any) -> Dimensions:
     return replace(
         Dimensions.of(config),
         num_layers=config.num_hidden_layers - config.num_kv_shared_layers,
+    )
+
+
+def _heads_by_layer(config: Any) -> Dimensions:
+    """Gemma 4: the number and size of key heads differ by layer, and the last layers may have no
+    states of their own."""
+    count = config.num_hidden_layers - config.num_kv_shared_layers
+    layout = StateLayout.of(
+        [
+            LayerHeads(int(each.num_key_value_heads), int(each.head_dim))
+            for each in config.per_layer_config[:count]
+        ]
+    )
+    return Dimensions(
+        num_layers=count,
+        num_heads=int(config.num_attention_heads),
+        num_kv_heads=layout.num_heads,
+        head_dim=layout.head_dim,
+        window=int(config.max_position_embeddings),
+        layout=layout,
     )
 
 
@@ -452,6 +386,13 @@ for _family in (
         },
     ),
     Family(
+        ("gemma4_text", "gemma4_unified_text"),
+        dimensions=_heads_by_layer,
+        patch=patch_shared_states,
+        check=lambda config: check_properties(config, served=("head_dim", "num_key_value_heads")),
+        kernels=False,
+    ),
+    Family(
         ("granitemoehybrid",),
         scheme=_granite_hybrid_scheme,
         check=check_hybrid,
@@ -477,7 +418,7 @@ for _family in (
         recurrent="Mamba 2",
         tiny={**_TINY_MAMBA, "mamba_d_ssm": None},
     ),
-    Family(("lfm2", "lfm2_moe"), check=check_hybrid, recurrent="short convolutions"),
+    Family(("lfm2", "lfm2_moe", "lfm3"), check=check_hybrid, recurrent="short convolutions"),
     Family(
         ("nemotron_h",),
         scheme=_no_positions,

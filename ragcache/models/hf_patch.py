@@ -15,8 +15,9 @@ Without attention metadata (an ordinary call of the patched model) the model beh
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MethodType
@@ -34,6 +35,8 @@ from ragcache.attention.triton.operator import OperatorMetadata, attend
 from ragcache.errors import UnsupportedModel
 
 IMPLEMENTATION = "ragcache"
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "layer_past")
+"""Names under which modules of transformers take their cache, most of them `cache` since 5.24."""
 Step = tuple[AttentionMetadata | OperatorMetadata, AttentionBackend]
 _STEP: ContextVar[Step | None] = ContextVar("ragcache_step", default=None)
 
@@ -112,14 +115,14 @@ def attend_layer(
         handle = metadata.handle
         out: Tensor = attend(query, key, value, module.ragcache_layer, scale, handle, sinks)
         return out
-    layer = states_layer(module)
+    metadata, layer = metadata.of_layer(states_layer(module))
     out = backend.attend(metadata, layer, query[0], key[0], value[0], scale=scale, sinks=sinks)
     return out[None].contiguous()  # some models take a view
 
 
 def states_layer(module: Any) -> int:
     """The layer whose states an attention module reads: its own, or the one before it that shares
-    its states with later ones (Gemma 3n)."""
+    its states with later ones (Gemma 3n and 4)."""
     layer = getattr(module, "ragcache_states_layer", module.layer_idx)
     assert isinstance(layer, int)
     return layer
@@ -187,8 +190,8 @@ def patch_attention(model: Any) -> None:
 
 
 def patch_shared_states(model: Any) -> None:
-    """`patch_attention` where the last layers read the states of earlier ones (Gemma 3n): of the
-    last layer of their type that has states of its own."""
+    """`patch_attention` where the last layers may read the states of earlier ones (Gemma 3n and 4):
+    of the last layer of their type that has states of its own."""
     patch_attention(model)
     source: dict[str, int] = {}
     for layer in model.base_model.layers:
@@ -250,11 +253,25 @@ def _replace_forwards(
 
 def _where_segments(forward: Callable[..., Any]) -> Callable[..., Any]:
     def chosen(module: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("layer_past", kwargs.get("past_key_values"))
-        whole = forward if isinstance(cache, SegmentCache) else type(module).forward
-        return whole(module, *args, **kwargs)
+        name, cache = given_cache(kwargs)
+        if not isinstance(cache, SegmentCache):
+            return type(module).forward(module, *args, **kwargs)
+        others = {each: value for each, value in kwargs.items() if each != name}
+        return forward(module, *args, cache=cache, **others)
 
     return chosen
+
+
+def given_cache(kwargs: Mapping[str, Any]) -> tuple[str | None, Any]:
+    """Return the cache among the arguments of a call, and its name, or None for both."""
+    name = next((each for each in CACHE_NAMES if each in kwargs), None)
+    return name, None if name is None else kwargs[name]
+
+
+def cache_name(forward: Callable[..., Any]) -> str:
+    """Return the name under which a function of transformers takes its cache."""
+    parameters = inspect.signature(forward).parameters
+    return next(each for each in CACHE_NAMES if each in parameters)
 
 
 def latent_attention(
@@ -262,7 +279,7 @@ def latent_attention(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor] | Tensor | None = None,
     *_args: Any,
-    past_key_values: SegmentCache,
+    cache: SegmentCache,
     **_: Any,
 ) -> Any:
     """The forward of DeepSeek's attentions over latents (DeepSeek-V2 §2.1.2, absorbed projections).
@@ -288,7 +305,7 @@ def latent_attention(
     to_latent, to_value = weight.split([module.qk_nope_head_dim, module.v_head_dim], 1)
     query = torch.cat([rotary[0], plain[0] @ to_latent], -1)  # [Hq, T, R + C]
     states = torch.cat([key[0], latent], -1)  # [1, T, R + C]
-    out = past_key_values.attend(module, query, states, None, scale=module.scaling)
+    out = cache.attend(module, query, states, None, scale=module.scaling)
     latents = out.view(tokens, -1, turned + width)[..., turned:]  # [T, Hq, C]
     values = (latents.transpose(0, 1) @ to_value.transpose(1, 2)).transpose(0, 1)  # [T, Hq, V]
     if hasattr(module, "g_proj"):  # Bailing's gate, one number a head
@@ -313,13 +330,13 @@ def _turn(
 
 
 def falcon_stack(
-    module: Any, token_ids: Tensor, *, past_key_values: SegmentCache, position_ids: Tensor, **_: Any
+    module: Any, token_ids: Tensor, *, cache: SegmentCache, position_ids: Tensor, **_: Any
 ) -> Any:
     """`FalconModel.forward`."""
     hidden = module.word_embeddings(token_ids)
     turning = None if module.use_alibi else module.rotary_emb(hidden, position_ids=position_ids)
     for block in module.h:
-        states = {"layer_past": past_key_values, "position_embeddings": turning}
+        states = {"layer_past": cache, "position_embeddings": turning}
         hidden = block(hidden, None, None, **states)[0]  # no ALiBi, no mask
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=module.ln_f(hidden))
 
@@ -328,7 +345,7 @@ def falcon_attention(
     module: Any,
     hidden: Tensor,
     *_args: Any,
-    layer_past: SegmentCache,
+    cache: SegmentCache,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **_: Any,
 ) -> Any:
@@ -341,19 +358,19 @@ def falcon_attention(
     if position_embeddings is not None:
         cos, sin = (each[0, :, : dim // 2] for each in position_embeddings)  # halves are equal
         query, key = rotate(query, Rotation(cos, sin)), rotate(key, Rotation(cos, sin))
-    context = layer_past.attend(module, query, key, value, scale=dim**-0.5)
+    context = cache.attend(module, query, key, value, scale=dim**-0.5)
     return module.dense(context), None
 
 
-def mpt_stack(module: Any, token_ids: Tensor, *, past_key_values: SegmentCache, **_: Any) -> Any:
+def mpt_stack(module: Any, token_ids: Tensor, *, cache: SegmentCache, **_: Any) -> Any:
     """`MptModel.forward`."""
     hidden = module.wte(token_ids)
     for block in module.blocks:
-        hidden = block(hidden, None, None, layer_past=past_key_values)[0]  # no bias, no mask
+        hidden = block(hidden, None, None, layer_past=cache)[0]  # no bias, no mask
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=module.norm_f(hidden))
 
 
-def mpt_attention(module: Any, hidden: Tensor, *, past_key_values: SegmentCache, **_: Any) -> Any:
+def mpt_attention(module: Any, hidden: Tensor, *, cache: SegmentCache, **_: Any) -> Any:
     """`MptAttention.forward`. hidden: [1, T, hidden size]."""
     fused = module.Wqkv(hidden)
     if module.clip_qkv:
@@ -361,25 +378,25 @@ def mpt_attention(module: Any, hidden: Tensor, *, past_key_values: SegmentCache,
     fused = fused.view(hidden.shape[1], 3, module.n_heads, module.head_dim)
     query, key, value = fused.permute(1, 2, 0, 3)  # [Hq, T, D] each
     scale = module.softmax_scale
-    context = past_key_values.attend(module, query, key, value, scale=scale)
+    context = cache.attend(module, query, key, value, scale=scale)
     return module.out_proj(context), None
 
 
-def bloom_stack(module: Any, token_ids: Tensor, *, past_key_values: SegmentCache, **_: Any) -> Any:
+def bloom_stack(module: Any, token_ids: Tensor, *, cache: SegmentCache, **_: Any) -> Any:
     """`BloomModel.forward`."""
     hidden = module.word_embeddings_layernorm(module.word_embeddings(token_ids))
     for block in module.h:
-        hidden = block(hidden, None, None, layer_past=past_key_values)[0]  # no ALiBi, no mask
+        hidden = block(hidden, None, None, layer_past=cache)[0]  # no ALiBi, no mask
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=module.ln_f(hidden))
 
 
 def bloom_attention(
-    module: Any, hidden: Tensor, residual: Tensor, *, layer_past: SegmentCache, **_: Any
+    module: Any, hidden: Tensor, residual: Tensor, *, cache: SegmentCache, **_: Any
 ) -> Any:
     """`BloomAttention.forward`. hidden, residual: [1, T, hidden size]."""
     fused = module.query_key_value(hidden)
     fused = fused.view(hidden.shape[1], module.num_heads, 3, module.head_dim)
     query, key, value = fused.permute(2, 1, 0, 3)  # [Hq, T, D] each
     scale = module.inv_norm_factor
-    context = layer_past.attend(module, query, key, value, scale=scale)
+    context = cache.attend(module, query, key, value, scale=scale)
     return module.dense(context) + residual, None

@@ -30,6 +30,7 @@ from ragcache.attention import (
     read_values,
 )
 from ragcache.attention.recurrent import RecordedMaps, RecurrentBatch, RecurrentRun
+from ragcache.models.hf_patch import cache_name
 from ragcache.models.model import CausalLM, ForwardBatch
 from ragcache.models.recurrent import recurrent_mixers
 from ragcache.models.single_pass import forward_text
@@ -134,8 +135,12 @@ def _forward_portions(causal: CausalLM, portions: Sequence[_Portion]) -> Tensor:
     index = torch.full((1 if seen else 0, row), len(seen))
     index[:, seen] = torch.arange(len(seen))
     positions = torch.cat([each.begin + torch.arange(len(each.token_ids)) for each in portions])
+    queries = None
+    if seen:  # their first key is the text's first
+        read = torch.tensor(seen)
+        queries = SharedQueries(read, distance=-positions[read].float())
     metadata = AttentionMetadata(
-        shared_queries=SharedQueries(torch.tensor(seen)) if seen else None,
+        shared_queries=queries,
         shared_kv=tuple(shared),
         causal_blocks=tuple(blocks),
         paged_queries=None,
@@ -199,6 +204,14 @@ MixerInputs = dict[nn.Module, Tensor]
 """Inputs of the mixers of a model for the tokens of a text, [1, T, hidden size] each."""
 
 
+def call_behind(model: Any, token_ids: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+    """Hugging Face's logits of tokens [T] at positions [1, T] behind a cache: [T, vocabulary]."""
+    name = cache_name(type(model.base_model).forward)
+    out = model(token_ids[None], position_ids=positions, use_cache=True, **{name: cache})
+    logits: Tensor = out.logits[0]
+    return logits
+
+
 @dataclass(eq=False)
 class MixerOracle:
     """Gives Hugging Face's mixers the inputs of several texts, one text after the other."""
@@ -250,11 +263,7 @@ class MixerOracle:
     def read(self, cache: DynamicCache, token_ids: Tensor, at: int) -> Tensor:
         """Return log-probabilities behind every token of a text, [T, vocabulary]."""
         positions = torch.arange(at, at + len(token_ids))[None]
-        out = self.model(
-            token_ids[None], position_ids=positions, past_key_values=cache, use_cache=True
-        )
-        log_probs: Tensor = out.logits[0].log_softmax(-1)
-        return log_probs
+        return call_behind(self.model, token_ids, positions, cache).log_softmax(-1)
 
     def _note_text(self, token_ids: Tensor) -> MixerInputs:
         noted: MixerInputs = {}

@@ -24,6 +24,7 @@ from ragcache.attention import (
     AttentionMetadata,
     attention_bytes,
 )
+from ragcache.attention.layout import LayerHeads, StateLayout
 from ragcache.attention.recurrent import RecurrentBatch
 from ragcache.attention.triton.operator import OperatorMetadata
 from ragcache.errors import EngineFailed
@@ -55,6 +56,9 @@ class Dimensions:
     """Positions that prompt and answer may take together."""
     latent: bool = False
     """Whether keys serve as values, which are then not kept."""
+    layout: StateLayout | None = None
+    """The planes of each layer, if layers have heads of different shapes. `num_layers` counts
+    layers; `num_kv_heads` and `head_dim` are the shape of a plane."""
 
     @classmethod
     def of(
@@ -99,6 +103,9 @@ class CausalLM:
             windows.
         states_dtype: Dtype of kept states: the dtype of the computation, unless that is wider
             than the checkpoint's. Set before anything is encoded.
+        num_layers: L of states [L, Hkv, S, D]: layers with keys and values, or their planes if
+            there is a layout.
+        layout: The planes of each layer, if layers have heads of different shapes.
         value_dim: Width of kept values: `head_dim`, or 0 if the keys serve as values.
         windows: Number of positions up to its own that a row sees, for each layer with a
             window. Empty if no layer has a window within the model's.
@@ -138,7 +145,8 @@ class CausalLM:
         self.by_position = scheme.slopes is not None or bool(windows)
         self.states_dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        self.num_layers = dimensions.num_layers
+        self.layout = layout = dimensions.layout
+        self.num_layers = dimensions.num_layers if layout is None else layout.num_planes
         self.num_heads = dimensions.num_heads
         self.num_kv_heads = dimensions.num_kv_heads
         self.head_dim = dimensions.head_dim
@@ -260,16 +268,17 @@ class CausalLM:
         width = 2 * _layer_width(self.model) + 4 * self.hidden_size
         activations = rows * width * self.dtype.itemsize
         logits = logit_rows * self.vocabulary * (self.dtype.itemsize + 4)
-        return (
-            activations
-            + logits
-            + attention_bytes(
-                rows,
-                tokens,
-                heads=self.num_heads,
-                kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-            )
+        return activations + logits + self._attention_bytes(rows, tokens)
+
+    def _attention_bytes(self, rows: int, tokens: int) -> int:
+        """The most memory that attention of a layer takes (`attention_bytes`)."""
+        if self.layout is None:
+            heads = LayerHeads(self.num_kv_heads, self.head_dim)
+            return attention_bytes(rows, tokens, self.num_heads, heads)
+        joined = 2 * tokens * self.dtype.itemsize  # keys and values whose heads are joined
+        return max(
+            attention_bytes(rows, tokens, self.num_heads, each) + joined * each.count * each.size
+            for each in set(self.layout.layers)
         )
 
     @torch.inference_mode()
@@ -280,6 +289,13 @@ class CausalLM:
         own. A model that takes no positions (ALiBi) passes over them.
         """
         return self._call(batch)
+
+    @cached_property
+    def _cache_name(self) -> str:
+        """The name under which the model takes its cache."""
+        from ragcache.models.hf_patch import cache_name  # transformers
+
+        return cache_name(type(self.model.base_model).forward)
 
     @property
     def failure(self) -> EngineFailed | None:
@@ -307,13 +323,13 @@ class CausalLM:
             out = self.model(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.position_ids[None],
-                past_key_values=cache,
                 # a finished mask: none is built
                 attention_mask=batch.token_ids.new_empty(1, 1, 1, 1),
                 use_cache=True,
                 logits_to_keep=batch.logit_rows,
                 attention_metadata=batch.metadata,
                 backend=self.backend,
+                **{self._cache_name: cache},
             )
         logits: Tensor = out[0][0]
         return logits
@@ -325,7 +341,7 @@ def _layer_width(model: Any) -> int:
     config = model.config
     count = int(config.num_hidden_layers)
     stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
-    chosen = getattr(config, "num_experts_per_tok", None)
+    chosen = getattr(config, "num_experts_per_tok", getattr(config, "top_k_experts", None))
     return max((_width(layer, chosen) for layer in next(stacks, [model])), default=0)
 
 

@@ -14,7 +14,9 @@ from ragcache.errors import UnsupportedModel
 
 # The scalings whose frequencies are fixed once the model is loaded. Those of dynamic NTK and
 # LongRoPE are up to the length where they change, and that is then the window (`Dimensions.of`).
-FIXED_SCALINGS = frozenset({"default", "dynamic", "linear", "llama3", "longrope", "yarn"})
+FIXED_SCALINGS = frozenset(
+    {"default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn"}
+)
 NO_POSITIONS = "none"
 LONG_FACTORS = {"short_factor": "long_factor", "short_mscale": "long_mscale"}
 """LongRoPE's factors for texts up to the original length, and for longer ones."""

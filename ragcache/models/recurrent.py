@@ -11,7 +11,6 @@ A mixer is a module with a layer's number and a convolution of its own: Gated De
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,12 +26,11 @@ from ragcache.attention import AttentionBackend, AttentionMetadata
 from ragcache.attention.recurrent import RecurrentBatch, RecurrentRun
 from ragcache.attention.triton.operator import OperatorMetadata
 from ragcache.models.composition import compose_layers, is_affine, record_mixer
-from ragcache.models.hf_patch import SegmentCache
+from ragcache.models.hf_patch import SegmentCache, cache_name, given_cache
 from ragcache.models.model import CausalLM, ForwardBatch
 from ragcache.states.recurrent import LayerMap, LayerState, RecurrentSnapshot, RecurrentStates
 
 _WIDEST = 8  # tokens of a text whose map has its full size; convolutions see fewer
-_CACHE_NAMES = ("cache_params", "past_key_values")  # under which mixers take their cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +242,7 @@ def patch_recurrent(model: Any, kinds: LayerKinds) -> None:
 
 def run_by_request(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of a patched mixer. hidden_states: [1, T, hidden size]; returns the same."""
-    cache = next((kwargs[name] for name in _CACHE_NAMES if name in kwargs), None)
+    _, cache = given_cache(kwargs)
     if not isinstance(cache, HybridCache):
         out: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
         return out
@@ -290,9 +288,8 @@ def _call_mixer(
     """
     forward = type(module).forward if forward is None else forward
     assert forward is not None
-    name = next(each for each in _CACHE_NAMES if each in inspect.signature(forward).parameters)
     cache = _CallCache(state)
-    out: Tensor = forward(module, hidden_states, **{name: cache})
+    out: Tensor = forward(module, hidden_states, **{cache_name(forward): cache})
     return out, cache.inputs
 
 

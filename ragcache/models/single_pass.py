@@ -67,5 +67,6 @@ def forward_text(
         positions=positions.float(),
         windows=causal.windows,
         softcap=causal.softcap,
+        layout=causal.layout,
     )
     return causal.forward(ForwardBatch(token_ids, positions, rows, metadata, recurrent))

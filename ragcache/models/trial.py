@@ -20,8 +20,9 @@ from transformers import DynamicCache
 
 from ragcache.errors import UnsupportedModel
 from ragcache.models.families import Family, family_of, wrap_causal
-from ragcache.models.hybrid_trial import hybrid_difference
+from ragcache.models.hybrid_trial import call_behind, hybrid_difference
 from ragcache.models.model import CausalLM
+from ragcache.models.properties import layer_changes
 from ragcache.models.recurrent import LayerKinds
 from ragcache.models.single_pass import forward_text
 from ragcache.states import KVStates
@@ -82,7 +83,7 @@ def tiny_config(config: Any, family: Family) -> Any:
     a head included, as it is."""
     tiny, entries, layers = copy.deepcopy(config), config.to_dict(), _chosen_layers(config)
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = entries.get("head_dim") or config.hidden_size // heads
     for name, value in entries.items():
         if isinstance(value, list | tuple) and len(value) == config.num_hidden_layers:
             setattr(tiny, name, [value[layer] for layer in layers])
@@ -96,6 +97,15 @@ def tiny_config(config: Any, family: Family) -> Any:
     for name in ("num_key_value_heads", "num_kv_heads"):
         if name in entries:
             setattr(tiny, name, {heads: HEADS, 1: 1}.get(entries[name] or heads, HEADS // 2))
+    if changes := layer_changes(config):
+        tiny.per_layer_config = {
+            number: _fewer_heads(changes[layer], heads)
+            for number, layer in enumerate(layers)
+            if layer in changes
+        }
+    if shared := getattr(config, "num_kv_shared_layers", 0):
+        first = config.num_hidden_layers - shared
+        tiny.num_kv_shared_layers = sum(layer >= first for layer in layers)
     for name, value in family.tiny.items():
         setattr(tiny, name, value(tiny) if callable(value) else value)
     return tiny
@@ -176,14 +186,14 @@ def expected_logits(
 def _call(model: Any, token_ids: Tensor, start: int, cache: DynamicCache) -> Tensor:
     """Hugging Face's logits of tokens from a position on, behind a cache: [T, vocabulary]."""
     positions = torch.arange(start, start + len(token_ids))[None]
-    out = model(token_ids[None], position_ids=positions, past_key_values=cache, use_cache=True)
-    logits: Tensor = out.logits[0]
-    return logits
+    return call_behind(model, token_ids, positions, cache)
 
 
 def _chosen_layers(config: Any) -> list[int]:
-    """The first layer of every kind that the configuration lists, and two at least."""
+    """The first layer of every kind that the configuration lists, and two at least. Layers that
+    share states are kinds of their own."""
     count = config.num_hidden_layers
+    own = count - getattr(config, "num_kv_shared_layers", 0)
     lists = [
         each
         for each in config.to_dict().values()
@@ -191,9 +201,15 @@ def _chosen_layers(config: Any) -> list[int]:
     ]
     first: dict[str, int] = {}
     for layer in range(count):
-        first.setdefault(repr([each[layer] for each in lists]), layer)
+        first.setdefault(repr([layer < own, *(each[layer] for each in lists)]), layer)
     others = [layer for layer in range(count) if layer not in first.values()]
     return sorted([*first.values(), *others[: max(0, LAYERS - len(first))]])
+
+
+def _fewer_heads(changes: dict[str, Any], heads: int) -> dict[str, Any]:
+    """A layer's properties, with as many query heads a key head as the model has."""
+    name = "num_key_value_heads"
+    return {**changes, name: max(1, changes[name] * HEADS // heads)} if name in changes else changes
 
 
 def _smaller(name: str, value: int) -> int:
@@ -206,7 +222,7 @@ def _smaller(name: str, value: int) -> int:
     if name in ("n_group", "topk_group"):
         return 1
     if "experts" in name or name in ("moe_topk", "moe_k"):
-        chosen = "per_tok" in name or name.startswith("moe_")
+        chosen = "per_tok" in name or name.startswith(("moe_", "top_k_"))
         return min(value, 1 if "shared" in name else EXPERTS // 2 if chosen else EXPERTS)
     if name in ("first_k_dense_replace", "num_dense_layers"):
         return min(value, 1)

@@ -193,13 +193,6 @@ def rebuild(
     )
 
 
-def layer_of(states: StoredStates, number: int) -> StoredStates:
-    """Return a view of one layer of keys and values."""
-    tensors = tensors_of(replace(states, recurrent=None))
-    layer = {name: tensor[number : number + 1] for name, tensor in tensors.items()}
-    return rebuild(layer, states.start, model_dtype(states), states.arrival)
-
-
 def _scaled(states: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Quantize [L, Hkv, S, D]. Returns int8 numbers, and scales in which `axis` has size one.
 

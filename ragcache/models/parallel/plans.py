@@ -182,6 +182,8 @@ def _plan_of(config: Any, ranks: int) -> dict[str, str]:
     family = family_of(config)
     if getattr(config, "kv_lora_rank", None):
         _refuse(config, ranks, "keep latents, one head for all ranks")
+    if family.dimensions(config).layout is not None:
+        _refuse(config, ranks, "have heads of two sizes, whose states are not split")
     if LayerKinds.of(config).recurrent:
         _refuse(config, ranks, "have recurrent layers, whose states are not split")
     plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})

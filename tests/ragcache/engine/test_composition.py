@@ -17,11 +17,13 @@ from ragcache.engine import (
     EncodeJob,
     EngineConfig,
     Request,
+    RequestHandle,
     SamplingParams,
     Segment,
     encode,
     engine,
 )
+from ragcache.engine.encoding import StatesChannel
 from ragcache.engine.kv_cache_manager import HybridCacheManager
 from ragcache.engine.recurrent import SnapshotCache
 from ragcache.errors import InvalidRequest
@@ -34,9 +36,11 @@ from ragcache.states.quantization import quantize
 from tests.conftest import scaled
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
+    Answer,
     SmallBlockRunner,
     SteppedCore,
     assert_all_blocks_free,
+    plain_context,
 )
 from tests.tiny_hybrids import HYBRID_PARAMS, tiny_hybrid
 from tests.tiny_models import random_tokens
@@ -64,15 +68,15 @@ class Composed:
         self.oracle = MixerOracle(plain, torch.tensor(PREAMBLE))
         self.causal: CausalLM = wrap_causal(copy.deepcopy(plain))
         [self.root] = encode(self.causal, [EncodeJob(PREAMBLE)])
-        self._states: dict[tuple[int, ...], KVStates] = {}
+        self.kept: dict[tuple[int, ...], KVStates] = {}
         self._noted: dict[tuple[int, ...], MixerInputs] = {}
 
     def states(self, document: Document) -> KVStates:
         key = tuple(document.token_ids)
-        if key not in self._states:
+        if key not in self.kept:
             job = EncodeJob(document.token_ids, len(PREAMBLE), Segment(self.root, 0))
-            [self._states[key]] = encode(self.causal, [job])
-        return self._states[key]
+            [self.kept[key]] = encode(self.causal, [job])
+        return self.kept[key]
 
     def context(self, pieces: Sequence[Piece], compose: Compose = "order") -> Context:
         """The preamble, then the pieces: documents are read, texts computed."""
@@ -335,38 +339,86 @@ def test_a_part_of_a_document_is_refused(mamba: Composed) -> None:
             each.part(0, 5, 0)
 
 
-def play(model: Composed, seed: int, steps: int) -> None:
-    """Let prompts over documents join, be canceled and preempted at random."""
-    choose = random.Random(seed)
-    core = model.core(
-        blocks=choose.choice((30, 60)),
-        states=choose.choice((12, 30)),
-        step_tokens=9,
-        prefill_tokens=choose.choice((9, 40)),
-        running=4,
-    )
-    core.pool.allocate_blocks(max(0, core.pool.free_count - choose.choice((16, 40))))
-    known = documents(1, 2, 5, 17, 30)
-    asked = []
+class Play:
+    """Prompts over documents, prompts without any and encodings in one core, at random.
+
+    They join, fork, are canceled and preempted. Every answer is compared with the oracle.
+    """
+
+    def __init__(self, model: Composed, seed: int) -> None:
+        self.model, self.choose = model, random.Random(seed)
+        choose = self.choose
+        self.core = model.core(
+            blocks=choose.choice((30, 60)),
+            states=choose.choice((30, 60)),
+            step_tokens=9,
+            prefill_tokens=choose.choice((9, 40)),
+            running=6,
+        )
+        taken = max(0, self.core.pool.free_count - choose.choice((16, 20)))  # few
+        self._taken = self.core.pool.allocate_blocks(taken)
+        self._known = documents(1, 2, 5, 17, 30)
+        self._fresh = [random_tokens(n, seed=seed * 50 + n) for n in (3, 8, 21, 33)]
+        self._encoding: list[tuple[Document, RequestHandle[KVStates, None]]] = []
+        self._asked: list[tuple[list[Piece], Compose, Answer]] = []
+
+    def step(self) -> None:
+        """Let requests come and go, and compute a step."""
+        if self.choose.random() < 0.5:
+            self._ask()
+        if self._fresh and self.choose.random() < 0.15:
+            self._encode()
+        if self._asked and self.choose.random() < 0.05:
+            self._asked.pop(self.choose.randrange(len(self._asked)))[2].cancel()
+        self.core.step()
+        for document, handle in [each for each in self._encoding if each[1].done]:
+            [self.model.kept[tuple(document.token_ids)]] = handle
+            self._encoding.remove((document, handle))
+            self._known.append(document)
+
+    def finish(self) -> None:
+        """Compute what is left, and compare all answers."""
+        self.core.drain()
+        for pieces, compose, handle in self._asked:
+            for choice in {each.token_ids: each for each in handle.result(0).choices}.values():
+                expected = self.model.log_probs(pieces, choice.token_ids, compose)
+                chosen = expected.gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]
+                found = torch.tensor([each.logprob for each in choice.chosen])
+                torch.testing.assert_close(found, chosen, **NEAR)
+                torch.testing.assert_close(chosen, expected.max(-1).values, **NEAR)
+        self.core.pool.free_blocks(self._taken)
+        assert_all_blocks_free(self.core)
+
+    def _ask(self) -> None:
+        choose = self.choose
+        pieces: list[Piece] = list(choose.sample(self._known, choose.randrange(4)))
+        for _ in range(choose.randrange(3)):
+            own = random_tokens(choose.randrange(1, 7), seed=choose.randrange(5))
+            pieces.insert(choose.randrange(len(pieces) + 1), own)
+        pieces.append(random_tokens(choose.randrange(1, 9), seed=choose.randrange(5)))
+        compose: Compose = choose.choice(("order", "both"))
+        n, new = choose.choice(((1, 16), (1, 3), (3, 5), (1, 9)))
+        request = self.model.request(pieces, compose, n, new)
+        if choose.random() < 0.25:  # the preamble is computed, too, and no document is read
+            texts = [each for each in pieces if not isinstance(each, Document)]
+            pieces = [[token for text in texts for token in text]]
+            context = plain_context([*PREAMBLE, *pieces[0]])
+            request = replace(request, context=context, tenant=choose.choice(("a", "b", None)))
+        self._asked.append((pieces, compose, self.core.submit(request)))
+
+    def _encode(self) -> None:
+        document, channel = Document(self._fresh.pop()), StatesChannel(lambda: None)
+        job = EncodeJob(document.token_ids, len(PREAMBLE), Segment(self.model.root, 0))
+        self.core.add_encoding([job], channel)
+        self._encoding.append((document, RequestHandle(channel)))
+
+
+def play(model: Composed, seed: int, steps: int) -> Play:
+    played = Play(model, seed)
     for _ in range(steps):
-        if choose.random() < 0.4:
-            pieces: list[Piece] = list(choose.sample(known, choose.randrange(4)))
-            for _ in range(choose.randrange(3)):
-                own = random_tokens(choose.randrange(1, 7), seed=choose.randrange(5))
-                pieces.insert(choose.randrange(len(pieces) + 1), own)
-            pieces.append(random_tokens(choose.randrange(1, 9), seed=choose.randrange(5)))
-            compose: Compose = choose.choice(("order", "both"))
-            n, new = choose.choice((1, 1, 3)), choose.randrange(1, 7)
-            asked.append((pieces, compose, core.submit(model.request(pieces, compose, n, new))))
-        if asked and choose.random() < 0.05:
-            asked.pop(choose.randrange(len(asked)))[2].cancel()
-        core.step()
-    core.drain()
-    for pieces, compose, handle in asked:
-        for answer in {choice.token_ids for choice in handle.result(0).choices}:
-            expected = model.log_probs(pieces, answer, compose)
-            chosen = expected.gather(1, torch.tensor(answer)[:, None])[:, 0]
-            torch.testing.assert_close(chosen, expected.max(-1).values, **NEAR)
+        played.step()
+    played.finish()
+    return played
 
 
 @pytest.mark.slow
@@ -377,3 +429,11 @@ def test_mixed_batches_are_as_fed_again(composed: Composed, seed: int) -> None:
 
 def test_a_short_mixed_batch_is_as_fed_again(mamba: Composed) -> None:
     play(mamba, 12, 15)
+
+
+@pytest.mark.slow
+def test_mixed_batches_fork_preempt_and_share(mamba: Composed) -> None:
+    """The comparisons above are of batches in which everything happens."""
+    stats = [play(mamba, seed, 60).core.stats for seed in range(4)]
+    assert sum(each.preempted for each in stats) > 0
+    assert sum(each.shared_tokens for each in stats) > 0

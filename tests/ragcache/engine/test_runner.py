@@ -28,7 +28,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 BLOCK_SIZE = 64
 
 
-@pytest.fixture(params=[pytest.param("gemma2", marks=pytest.mark.slow), "gemma3"])
+@pytest.fixture(params=[pytest.param("gemma2", marks=pytest.mark.slow), "gemma3", "gemma4"])
 def plain_model(request: pytest.FixtureRequest) -> Any:
     """A Gemma as Hugging Face computes it."""
     return tiny_gemma(request.param)

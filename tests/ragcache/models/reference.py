@@ -14,6 +14,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
 )
 
 from ragcache.engine import Context, EncodeJob, Segment, encode
@@ -112,20 +114,37 @@ ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e3},
 }
 
+TWO_SIZES: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "num_kv_shared_layers": 2,  # the last two read the states of the second and third
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "rope_parameters": {
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e4},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e3},
+    },
+}
+"""Gemma 4: heads of two sizes."""
+
 Tokens = tuple[Sequence[int], int]
 """Tokens, and the position where they start."""
 
 
 def tiny_gemma(family: str, **changes: Any) -> Any:
-    """Three layers, two of them through a window of seven tokens; gemma2 or gemma3."""
+    """Three layers of gemma2 or gemma3, or five of gemma4, through a window of seven tokens but for
+    one layer, or two."""
     torch.manual_seed(7)
     with torch.device("cpu"):
         if family == "gemma2":
             model = Gemma2ForCausalLM(Gemma2Config(**{**SIZES, **CAPS, **changes}))
             model.set_attn_implementation("eager")  # transformers 5.10 prefers one without caps
-        else:
+        elif family == "gemma3":
             config = Gemma3TextConfig(**{**SIZES, "rope_parameters": ROPE, **changes})
             model = Gemma3ForCausalLM(config)
+        else:
+            model = Gemma4ForCausalLM(Gemma4TextConfig(**{**SIZES, **TWO_SIZES, **changes}))
     return model.to(DEVICE).eval()
 
 

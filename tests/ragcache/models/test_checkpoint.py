@@ -38,6 +38,12 @@ def axes(*sizes: int) -> dict[str, Any]:
 
 COMPOSITES: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": 7},
+    "gemma4": {
+        "sliding_window": 7,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 320,
+    },
     "mistral3": {},
     "llava": {},
     "internvl": {},
@@ -48,13 +54,18 @@ COMPOSITES: dict[str, dict[str, Any]] = {
 }
 
 
+def seen(usual: Any) -> dict[str, Any] | None:
+    """The configuration of a tiny model of images, unless the usual one has none."""
+    vision = usual.vision_config
+    return None if vision is None else {"model_type": vision.model_type, **VISION}
+
+
 def composite(model_type: str) -> Any:
     """A tiny model that also sees."""
     usual = AutoConfig.for_model(model_type)
     text = {"model_type": usual.text_config.model_type, **TEXT, **COMPOSITES[model_type]}
-    vision = {"model_type": usual.vision_config.model_type, **VISION}
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=seen(usual))
     torch.manual_seed(7)
-    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision)
     return AutoModelForImageTextToText.from_config(config).eval()
 
 

@@ -12,10 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig
 from ragcache.engine import EncodeJob, Request, assemble_context, encode
 from ragcache.engine.engine import complete
 from ragcache.errors import UnsupportedModel
-from ragcache.models import Dimensions, Family, families, wrap, wrap_causal
-from ragcache.models.families import FAMILIES, family_of, layer_windows, sliding_window
+from ragcache.models import Dimensions, Family, properties, wrap, wrap_causal
+from ragcache.models.families import FAMILIES, family_of
 from ragcache.models.hf_patch import IMPLEMENTATION
 from ragcache.models.positions import Absolute
+from ragcache.models.properties import layer_windows, sliding_window
 from tests.ragcache.models.reference import CLOSE, assert_moved_modules_are_exact, tiny_gemma
 from tests.tiny_models import LATENT, random_tokens, tiny_config, tiny_model
 
@@ -123,8 +124,12 @@ def test_windows_follow_layers_and_are_below_the_context(
         ("t5", {}, "this t5 model has an encoder and a decoder"),
         ("gpt2", {"add_cross_attention": True}, "this gpt2 model attends to another sequence"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "both directions"),
-        ("gemma4_text", {}, "heads of two sizes"),
-        ("gemma4_text", {"use_bidirectional_attention": "vision"}, "heads of two sizes"),
+        ("llama", {"per_layer_config": {0: {"head_dim": 64}}}, "layers that differ in head_dim"),
+        (
+            "gemma4_text",
+            {"per_layer_config": {0: {"head_dim": 512, "intermediate_size": 64}}},
+            "layers that differ in intermediate_size",
+        ),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "attends in both directions"),
         ("mistral4", {}, "this mistral4 model keeps compressed states"),
         ("llama4_text", {}, "this llama4_text model attends within chunks"),
@@ -135,8 +140,15 @@ def test_windows_follow_layers_and_are_below_the_context(
         ("glm5_next_text", {}, "chooses the keys of a query by an indexer"),
         ("inkling_text", {}, "has convolutions around its keys and values"),
         ("zaya", {}, "has convolutions around its keys and values"),
-        ("lfm3", {}, "has sliding windows beside recurrent layers"),
         ("minimax", {}, "continue no text from a cache"),
+        ("zamba", {}, "continue no text from a cache"),
+        ("recurrent_gemma", {}, "continue no text from a cache"),
+        ("falcon_mamba", {}, "this falcon_mamba model has no attention layer"),
+        ("mamba2", {}, "this mamba2 model has no attention layer"),
+        ("xlstm", {}, "this xlstm model has no attention layer"),
+        ("rwkv", {}, "this rwkv model has no attention layer"),
+        ("inkling2_text", {}, "has convolutions around its keys and values"),
+        ("deepseek_v4", {}, "pools keys over several tokens"),
         ("mpt", {"attn_config": {"alibi": False}}, r"no ALiBi \(attn_config.alibi is false\)"),
         ("mpt", {"attn_config": {"prefix_lm": True}}, r"within a prefix \(attn_config.prefix_lm\)"),
     ],
@@ -149,7 +161,7 @@ def test_what_is_not_served_is_named(model_type: str, changes: dict[str, Any], r
 
 
 def test_hybrids_need_the_cache_of_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "Cache", object)  # transformers before 5.21
+    monkeypatch.setattr(properties, "Cache", object)  # transformers before 5.21
     config = AutoConfig.for_model("bamba", num_hidden_layers=2)
     with pytest.raises(UnsupportedModel, match=r"recurrent layers, which need transformers 5\.21"):
         family_of(config).check(config)

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM, Family, LayeredRotary, register, trial, wrap
 from ragcache.models.checkpoint import text_class
-from ragcache.models.families import FAMILIES, family_of, layer_types
+from ragcache.models.families import FAMILIES, family_of
+from ragcache.models.properties import layer_types
 from ragcache.models.trial import (
     TOLERANCE,
     expected_logits,
@@ -76,11 +77,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm", {"rope_parameters": {
             "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    "heads of two sizes, states shared": (
+        "gemma4_text", {
+            "num_hidden_layers": 35, "num_kv_shared_layers": 20, "num_key_value_heads": 1,
+            "use_double_wide_mlp": True, "head_dim": 32, "global_head_dim": 64}),
+    "heads of two sizes, keys as values": (
+        "gemma4_text", {
+            "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 8,
+            "top_k_experts": 2, "moe_intermediate_size": 64, "hidden_size_per_layer_input": 0,
+            "head_dim": 32, "global_head_dim": 64}),
     "normalized queries": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
     "normalized after the rotation": ("hunyuan_v1_dense", {}),
     "normalized queries, interleaved": ("cohere", {"use_qk_norm": True}),
 }  # fmt: skip
 BRIEF = (
+    "heads of two sizes, keys as values",
     "normalized after the rotation",
     "a window in some layers",
     "latents, yarn",
@@ -249,7 +261,7 @@ def test_a_family_that_cannot_be_tried_is_refused(no_trials: None, gptj: Any) ->
     with pytest.raises(UnsupportedModel) as caught:
         wrap(AutoModelForCausalLM.from_config(gptj))
     assert "the family of 'gptj' models could not be tried" in str(caught.value)
-    assert "has no `rotary_emb`" in str(caught.value)
+    assert "has no `rotary_emb` with frequencies" in str(caught.value)
     assert "`Family.tiny`" in str(caught.value)
 
 

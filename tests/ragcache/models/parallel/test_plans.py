@@ -96,9 +96,13 @@ def test_a_model_that_cannot_be_split_is_refused_without_weights(
     assert reason in str(caught.value)
 
 
-def test_hybrids_are_refused_by_name() -> None:
-    config = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
-    with pytest.raises(UnsupportedModel, match=r"qwen3_next models have recurrent layers"):
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("qwen3_next", "recurrent layers"), ("gemma4_text", "heads of two sizes")],
+)
+def test_states_of_other_shapes_are_refused(model_type: str, reason: str) -> None:
+    config = AutoConfig.for_model(model_type, num_hidden_layers=6)
+    with pytest.raises(UnsupportedModel, match=f"{model_type} models have {reason}"):
         check_split(text_class(config), config, 2)
 
 
