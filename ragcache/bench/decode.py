@@ -165,6 +165,8 @@ def generate_copies(
     """
     from transformers import DynamicCache, LogitsProcessorList
 
+    from ragcache.models.hf_patch import cache_name
+
     implementation = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     cached = sum(states.length for states in prompts[0])
@@ -184,11 +186,11 @@ def generate_copies(
         model.generate(
             ids.to(model.device),
             attention_mask=torch.ones_like(ids).to(model.device),
-            past_key_values=cache,
             max_new_tokens=new,
             min_new_tokens=new,
             do_sample=False,
             logits_processor=LogitsProcessorList([note]),
+            **{cache_name(type(model.base_model).forward): cache},
         )
     model.set_attn_implementation(implementation)
     return [after - before for before, after in pairwise(times)]

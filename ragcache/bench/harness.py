@@ -214,6 +214,8 @@ def concatenate(model: Any, states: Sequence[KVStates], question: Sequence[int])
     """Return the first token over the states of every layer, concatenated in a `DynamicCache`."""
     from transformers import DynamicCache
 
+    from ragcache.models.hf_patch import cache_name
+
     cache = DynamicCache()
     for layer in range(states[0].keys.shape[0]):
         keys = torch.cat([s.keys[layer] for s in states], dim=1)
@@ -221,8 +223,9 @@ def concatenate(model: Any, states: Sequence[KVStates], question: Sequence[int])
         cache.update(keys[None], values[None], layer)
     start = sum(s.length for s in states)
     positions = torch.arange(start, start + len(question), device=model.device)[None]
+    name = cache_name(type(model.base_model).forward)
     logits: Tensor = model(
-        _ids(model, question), position_ids=positions, past_key_values=cache, logits_to_keep=1
+        _ids(model, question), position_ids=positions, logits_to_keep=1, **{name: cache}
     ).logits
     return int(logits[0, -1].argmax())
 

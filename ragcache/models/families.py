@@ -85,8 +85,8 @@ def stack_rotary(model: Any) -> nn.Module:
     """The module that holds the rotary frequencies: the stack's `rotary_emb`."""
     stack = model.base_model
     found = getattr(stack, "rotary_emb", getattr(stack, "pos_emb", None))  # LFM2's mixtures
-    known = isinstance(found, nn.Module) and any("inv_freq" in n for n, _ in found.named_buffers())
-    if not known:
+    buffers = () if not isinstance(found, nn.Module) else dict(found.named_buffers())
+    if not any("inv_freq" in name for name in buffers):
         raise UnsupportedModel(
             f"this {model.config.model_type} model has no `rotary_emb` with frequencies (inv_freq) "
             "in its stack; its family has to make its position scheme (`scheme`)"
