@@ -341,7 +341,7 @@ def make_plan(
         break_even_bandwidth=cuts[-1].nbytes["model"] / cuts[-1].compute_s,
         int8=_measure_int8(model, progress),
         map_bytes=model.causal.map_bytes,
-        module_limit=model.causal.module_limit(None),
+        module_limit=model.causal.module_limit(),
     )
 
 
@@ -501,18 +501,19 @@ def advise(plan: CachePlan) -> list[str]:
 
 
 def _advise_length(plan: CachePlan) -> list[str]:
-    """Propose longer modules for a hybrid model whose modules are shorter than worth their maps."""
+    """Say from which length on modules of a hybrid model are worth their maps, and propose longer
+    ones where they are shorter."""
     if not plan.map_bytes:
         return []
     tokens = -(-plan.map_bytes // plan.bytes_per_token["model"])
     average = plan.tokens / plan.modules
-    if average >= tokens:
-        return []
     advice = (
         f"Each module keeps {plan.map_bytes / 2**20:,.1f} MiB of the recurrent layers, whatever "
         f"its length: as much as keys and values of {tokens:,} tokens, where modules have "
         f"{average:,.0f} on average."
     )
+    if average >= tokens:
+        return [f"{advice} Modules of this length are worth their maps."]
     longer = min(tokens, plan.module_limit)
     if average < longer:
         advice += f" Longer modules take less in all: raise module_tokens to {longer:,}."

@@ -94,4 +94,5 @@ class StateLayout:
         parts, whole = planes.flatten(0, 1), self.layers[layer]
         if whole.size == self.head_dim:
             return parts
-        return parts.unflatten(0, (whole.count, -1)).transpose(1, 2).flatten(2)
+        heads = parts.reshape(whole.count, -1, *parts.shape[1:])  # [heads, parts, S, D]
+        return heads.transpose(1, 2).flatten(2)

@@ -111,7 +111,7 @@ class PagedQueries:
         if layout.layers[layer].size == layout.head_dim:
             keys, values = (layout.of_layer(layer, each)[None] for each in (self.keys, self.values))
             return replace(self, keys=keys, values=values)
-        used, blocks = self.blocks.unique(return_inverse=True)
+        used, blocks = torch.unique(self.blocks, return_inverse=True)
         tokens = torch.arange(self.block_size, device=used.device)
         slots = (used[:, None] * self.block_size + tokens).flatten()
         here = layout.planes(layer)

@@ -218,14 +218,14 @@ class CausalLM:
         """Tokens whose keys and values take as many bytes as the maps of recurrent layers."""
         return -(-self.map_bytes // self.bytes_per_token)
 
-    def module_limit(self, given: int | None) -> int:
+    def module_limit(self, given: int | str = "auto") -> int:
         """Return the most tokens of a module.
 
         Args:
             given: The limit that the user has set. See `OpenConfig.module_tokens`.
         """
-        if given is not None:
-            return given
+        if given != "auto":
+            return int(given)
         wanted = min(self.map_tokens, MOST_MODULE_TOKENS, self.window // 4)
         return max(MODULE_TOKENS, wanted)
 

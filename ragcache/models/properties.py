@@ -1,4 +1,4 @@
-"""What a configuration says of its layers, and the properties that are not served."""
+"""Kinds of layers in a configuration, and properties that are not served."""
 
 from __future__ import annotations
 

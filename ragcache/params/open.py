@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ragcache.config import check_instruction
 from ragcache.errors import ConfigurationError
@@ -16,6 +16,16 @@ from ragcache.tiers import Size, TierOptions
 ConversationStorage = Literal["none", "memory", "disk"]
 ObservedStorage = Literal["memory", "disk"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def _checked_length(length: int | str) -> int | str:
+    """Return a number of tokens, or `auto`."""
+    if length == "auto":
+        return length
+    number = str(length)
+    if not (number.isascii() and number.isdigit() and int(number)):
+        raise ValueError(f"{length!r:.80} is no length; it must be 1 token or more, or 'auto'")
+    return int(number)
 
 
 class OpenConfig(TierOptions, Params):
@@ -47,8 +57,8 @@ class OpenConfig(TierOptions, Params):
     states. Defaults to an answer in as few words as possible (`ragcache.models.INSTRUCTION`)."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Variables of the model's chat template for every prompt. A call may override them."""
-    module_tokens: Annotated[int | None, Field(ge=1)] = None
-    """Most tokens of a module. Defaults to 384, and with recurrent layers to the length from which
+    module_tokens: Annotated[int | str, AfterValidator(_checked_length)] = "auto"
+    """Most tokens of a module. `auto` takes 384, and with recurrent layers the length from which
     keys and values take more bytes than the maps of these layers, at most 2,048."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
     """Most tokens of an answer, if the request sets no limit. Chats over OpenAI's API have the

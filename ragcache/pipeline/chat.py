@@ -299,7 +299,7 @@ class ChatPipeline:
 
 
 def select_given(
-    documents: Sequence[SourceDocument], model: LoadedModel, module_tokens: int | None
+    documents: Sequence[SourceDocument], model: LoadedModel, module_tokens: int | str
 ) -> Selection:
     """Return all modules of documents that come with a conversation, in their order.
 

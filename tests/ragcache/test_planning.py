@@ -16,6 +16,7 @@ from ragcache.engine import LLMEngine
 from ragcache.errors import ConfigurationError, NoDocuments, UnknownCollection
 from ragcache.models import CausalLM, LoadedModel, wrap_causal
 from ragcache.modes import ROOTED
+from ragcache.params import OpenConfig
 from ragcache.pipeline.gate_measurement import GateResult, measure_int8, measure_modes
 from ragcache.planning import (
     Budgets,
@@ -91,6 +92,13 @@ def test_plan_separates_measured_and_extrapolated(
     assert plan.break_even_bandwidth == longest.nbytes["model"] / longest.compute_s
     assert 0 < plan.sizes("disk")["model"].share < 0.01
     assert not plan.sizes("device")
+
+
+@pytest.mark.parametrize("given", [0, -3, "x", "1k"])
+def test_a_length_of_modules_is_a_number_or_auto(given: int | str) -> None:
+    with pytest.raises(ConfigurationError, match="it must be 1 token or more, or 'auto'"):
+        OpenConfig(module_tokens=given)
+    assert [OpenConfig(module_tokens=each).module_tokens for each in ("96", "auto")] == [96, "auto"]
 
 
 def test_empty_corpus_and_long_modules_are_refused(

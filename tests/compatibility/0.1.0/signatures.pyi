@@ -495,7 +495,7 @@ class OpenConfig:
     max_tokens: int = 64
     min_prefix_tokens: int = 256
     model: Any = None
-    module_tokens: int | None = None
+    module_tokens: int | str = 'auto'
     observed_bytes: Size | None = None
     observed_storage: ObservedStorage = 'memory'
     ocr: Any = None

@@ -158,6 +158,7 @@ class History:
             by_position=scheme.slopes is not None or scheme.window is not None,
             windows=() if scheme.window is None else (scheme.window,),
             softcap=None,
+            layout=None,
             recurrent_bytes=0,
         )
         self.builder = BatchBuilder(model)

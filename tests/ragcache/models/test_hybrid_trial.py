@@ -64,16 +64,16 @@ def sized(window: int, state: int) -> Any:
 def test_modules_are_long_where_their_maps_are_large() -> None:
     causal = sized(8192, 128)
     assert causal.map_tokens == -(-causal.map_bytes // causal.bytes_per_token)
-    assert MODULE_TOKENS < causal.map_tokens == causal.module_limit(None) < MOST_MODULE_TOKENS
+    assert MODULE_TOKENS < causal.map_tokens == causal.module_limit() < MOST_MODULE_TOKENS
     assert causal.module_limit(100) == 100
-    assert sized(8192, 256).module_limit(None) == MOST_MODULE_TOKENS
-    assert sized(8192, 16).module_limit(None) == MODULE_TOKENS, "small maps"
-    assert sized(2048, 128).module_limit(None) == 512, "a quarter of the window"
+    assert sized(8192, 256).module_limit() == MOST_MODULE_TOKENS
+    assert sized(8192, 16).module_limit() == MODULE_TOKENS, "small maps"
+    assert sized(2048, 128).module_limit() == 512, "a quarter of the window"
 
 
 def test_models_of_attention_keep_no_maps() -> None:
     causal = wrap_causal(tiny_model("llama"))
-    assert (causal.map_shape, causal.map_bytes, causal.module_limit(None)) == (None, 0, 384)
+    assert (causal.map_shape, causal.map_bytes, causal.module_limit()) == (None, 0, 384)
     assert causal.module_bytes(3) == 3 * causal.bytes_per_token
 
 

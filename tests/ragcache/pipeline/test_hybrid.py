@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,8 @@ def test_a_plan_says_what_maps_take(tmp_path: Path, hybrid: LoadedModel) -> None
     assert f"raise module_tokens to {tokens:,}" in advice
     sizes = plan.sizes("disk")["model"]
     assert sizes.nbytes > 3 * plan.map_bytes, "of two modules and the preamble"
+    [advice] = [each for each in advise(replace(plan, map_bytes=64)) if "recurrent layers" in each]
+    assert advice.endswith("Modules of this length are worth their maps.")
 
 
 def test_modes_that_read_parts_are_refused(rag: RagCache) -> None:
