@@ -1,8 +1,9 @@
 """The trace of `ragcache bench recurring` on a shape with random weights, and on vLLM.
 
     python benchmarks/recurring.py shape --shape 8b --device cuda --concurrent 16 --json FILE
+    python benchmarks/recurring.py shape --shape 8b --device cuda --earlier 100 --json FILE
     python benchmarks/recurring.py shape --shape 1.5b --device cpu --concurrent 1 \
-        --conversations 40 --chunks 400 --json FILE
+        --chunks 30 --earlier 3 --conversations 2 --json FILE
     python benchmarks/recurring.py vllm --model MODEL --json FILE
     python benchmarks/recurring.py vllm --model MODEL --blend --json FILE
 
@@ -44,6 +45,7 @@ _MARK = "\ue000"
 
 Conversations = Annotated[int, typer.Option(min=1, help="conversations.")]
 Chunks = Annotated[int, typer.Option(min=5, help="chunks that are pasted by Zipf's law.")]
+Earlier = Annotated[int, typer.Option(min=0, help="conversations that were answered before.")]
 Sentences = Annotated[int, typer.Option(min=1, help="sentences of a chunk, of 14 tokens.")]
 
 
@@ -54,13 +56,22 @@ def shape(
     conversations: Conversations = 100,
     chunks: Chunks = 1000,
     sentences: Sentences = 18,
-    concurrent: Annotated[int, typer.Option(min=1, help="prompts at once.")] = 16,
+    earlier: Earlier = 0,
+    concurrent: Annotated[int, typer.Option(min=1, help="callers at once.")] = 16,
+    mode: Annotated[
+        str | None, typer.Option(help="Mode in which recurring texts are read.")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Recurring texts against prefix caching, in one process on a model of a shape."""
     [found] = named_shapes(shape).values()
     setting = RecurringSetting(
-        chunks=chunks, conversations=conversations, sentences=sentences, concurrent=concurrent
+        chunks=chunks,
+        conversations=conversations,
+        sentences=sentences,
+        earlier=earlier,
+        concurrent=concurrent,
+        mode=mode,
     )
     place = None if device == "cpu" else device
     result = run_benchmark(
@@ -85,20 +96,23 @@ def vllm(
     conversations: Conversations = 100,
     chunks: Chunks = 1000,
     sentences: Sentences = 18,
+    earlier: Earlier = 0,
     json_file: JsonFile = None,
 ) -> None:
     """vLLM over the same prompts: its prefix cache against none, or blending against the cache."""
-    setting = RecurringSetting(chunks=chunks, conversations=conversations, sentences=sentences)
+    setting = RecurringSetting(
+        chunks=chunks, conversations=conversations, sentences=sentences, earlier=earlier
+    )
     prompts = _tokenize(model, list(draw_turns(setting)), SEPARATOR if blend else None)
     plain = _first_tokens(model, prompts, {"enable_prefix_caching": blend})
     options = _blending() if blend else {"enable_prefix_caching": True}
     reusing = _first_tokens(model, prompts, options)
-    half = len(prompts) // 2
-    ratios = [a / b for a, b in zip(plain[half:], reusing[half:], strict=True)]
+    first = earlier * setting.turns or len(prompts) // 2  # of the turns in steady state
+    ratios = [a / b for a, b in zip(plain[first:], reusing[first:], strict=True)]
     result = {
         "peer": "lmcache" if blend else "vllm",
         "ttft_speedup": statistics.median(ratios),
-        "rate_ratio": sum(plain[half:]) / sum(reusing[half:]),
+        "rate_ratio": sum(plain[first:]) / sum(reusing[first:]),
         "seconds": {"plain": plain, "reusing": reusing},
         "model": model,
         "setting": asdict(setting),
@@ -106,7 +120,7 @@ def vllm(
     }
     rows = [(name, f"{result[name]:.2f}x") for name in ("ttft_speedup", "rate_ratio")]
     print_figures(
-        [plain_table(f"{result['peer']}, {half} turns", "", rows=rows)], result, json_file
+        [plain_table(f"{result['peer']}, {len(ratios)} turns", "", rows=rows)], result, json_file
     )
 
 

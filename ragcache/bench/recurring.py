@@ -7,9 +7,10 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -18,6 +19,7 @@ from ragcache.bench.recurring_turns import WORDS, RecurringSetting, Turn, draw_t
 from ragcache.db import ModuleRow
 from ragcache.machine import describe_machine
 from ragcache.models import LoadedModel
+from ragcache.modes import ReuseMode
 from ragcache.params import GenerationParams
 from ragcache.pipeline.answer import Answer
 from ragcache.rag import RagCache
@@ -29,6 +31,8 @@ READING, COMPUTING = "reading", "computing"
 
 NEW_TOKENS = 8
 """Tokens of an answer."""
+
+_STEP = 200  # earlier turns between two reports of the progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +63,13 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wave:
-    """Turns that were answered one by one or at once, and the seconds of each side."""
+class _Block:
+    """Turns that were answered one after the other or by callers at once."""
 
     runs: list[_Run]
-    at_once: bool
+    alone: bool
     seconds: dict[str, float]
+    """Seconds of each side, with the work behind the answers of callers at once."""
 
 
 def bench_recurring(
@@ -75,8 +80,11 @@ def bench_recurring(
 ) -> dict[str, Any]:
     """Answer the same conversations twice, turn by turn: with and without recurring texts.
 
-    Both sides share equal beginnings of prompts. Figures are of the second half of the turns. The
-    states of new recurring texts are encoded between two waves, as they are while users read.
+    Both sides share equal beginnings of prompts. Figures are of the second half of the turns, and
+    of all turns if there were earlier ones, which are answered with recurring texts alone. For
+    first tokens, each turn is answered alone, and new recurring texts are encoded and conversations
+    stored before the next one, as while users read. For rates, `setting.concurrent` callers send
+    their next turn as soon as they have an answer, and this work is part of the time.
 
     Args:
         setting: The conversations.
@@ -94,18 +102,40 @@ def bench_recurring(
     """
     turns = list(draw_turns(setting)) if turns is None else turns
     count = cache(lambda text: len(model.encode_untrusted(text)))
-    waves: list[_Wave] = []
+    mode = ReuseMode.parse(setting.mode) if setting.mode else model.default_mode
+    tokens = sum(map(count, {text for turn in turns for text in turn.chunks}))
+    earlier = turns[: setting.earlier * setting.turns]
+    turns = turns[len(earlier) :]
+    first = 0 if earlier else len(turns) // 2
+    measured: list[_Block] = []
     seen: Counter[str] = Counter()
-    with _sides(model, sum(map(count, {each for turn in turns for each in turn.chunks}))) as sides:
-        for number, start in enumerate(range(0, len(turns), setting.concurrent)):
-            part = turns[start : start + setting.concurrent]
-            progress(f"turn {start + len(part)} of {len(turns)}")
-            alone = setting.concurrent == 1 or (2 * start >= len(turns) and number % 2 == 0)
-            waves.append(_answer(part, sides, alone, number, count, seen))
-            sides[READING].internals.shared.observing.submit(lambda: None).result()
+    with _sides(model, tokens * len(mode.encodings)) as sides:
+        for start in range(0, len(earlier), _STEP):
+            progress(f"earlier turn {start + 1} of {len(earlier)}")
+            part = earlier[start : start + _STEP]
+            _ask_all(sides[READING], setting, READING, part, new_tokens=1)
+            seen.update(text for turn in part for text in turn.chunks)
+        for number, (start, end, alone) in enumerate(
+            _blocks(first, len(turns), setting.concurrent)
+        ):
+            progress(f"turn {start + 1} of {len(turns)}")
+            block = _answer(turns[start:end], sides, setting, alone, number, count, seen)
+            measured += [block] if start >= first else []
     progress("timing detection")
     context = {"model": model.name, "setting": asdict(setting), "machine": describe_machine()}
-    return {**_figures(waves[len(waves) // 2 :]), **_detection(setting), **context}
+    return {**_figures(measured), **_detection(setting), **context}
+
+
+def _blocks(first: int, turns: int, concurrent: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield begin and end of each block of turns, and whether its turns are answered alone.
+
+    Turns from `first` on are measured.
+    """
+    size = 1 if concurrent == 1 else -(-(turns - first) // 4)
+    for start in range(0, first, size):
+        yield start, min(start + size, first), concurrent == 1
+    for number, start in enumerate(range(first, turns, size)):
+        yield start, min(start + size, turns), concurrent == 1 or number % 2 == 0
 
 
 @contextmanager
@@ -120,7 +150,7 @@ def _sides(model: LoadedModel, tokens: int) -> Iterator[dict[str, RagCache]]:
             embedding="none",
             force_modes=True,
             observed_bytes=room,
-            host_bytes=2 * room,
+            host_bytes=room + 2**30,
             warm_up=model.causal.device.type == "cuda",
         ) as rag,
     ):
@@ -130,40 +160,75 @@ def _sides(model: LoadedModel, tokens: int) -> Iterator[dict[str, RagCache]]:
 def _answer(
     part: Sequence[Turn],
     sides: dict[str, RagCache],
+    setting: RecurringSetting,
     alone: bool,
     number: int,
     count: Callable[[str], int],
     seen: Counter[str],
-) -> _Wave:
-    """Answer the turns of wave `number` on both sides, each turn alone or all at once."""
-    generation = GenerationParams(max_tokens=NEW_TOKENS, ignore_eos=True, extractive=False)
+) -> _Block:
+    """Answer the turns of block `number` on both sides."""
     answers: dict[str, list[Answer]] = {name: [] for name in sides}
     seconds: dict[str, float] = {}
-    for name in sorted(sides, reverse=number % 4 < 2):
+    for name in sorted(sides, reverse=number % 2 == 0):
         begin = time.perf_counter()
-        for together in [[turn] for turn in part] if alone else [part]:
-            answers[name] += sides[name].chat_batch(
-                [turn.messages for turn in together],
-                generation=generation,
-                recognize_recurring=name == READING,
-            )
-        seconds[name] = time.perf_counter() - begin
+        if not alone:
+            answers[name] = _ask_all(sides[name], setting, name, part)
+            seconds[name] = time.perf_counter() - begin
+            continue
+        for turn in part:
+            answers[name].append(_ask(sides[name], setting, name, NEW_TOKENS, turn))
+            _settle(sides[name])
+        seconds[name] = sum(each.timings.total for each in answers[name])
     runs = []
     for turn, *both in zip(part, answers[READING], answers[COMPUTING], strict=True):
         repeated = [text for text in turn.chunks if seen[text] > 1]
         tokens, new = sum(map(count, turn.chunks)), len(turn.chunks) - len(repeated)
         runs.append(_Run(turn, tokens, sum(map(count, repeated)), new, *both))
         seen.update(turn.chunks)
-    return _Wave(runs, not alone, seconds)
+    return _Block(runs, alone, seconds)
 
 
-def _figures(waves: Sequence[_Wave]) -> dict[str, Any]:
-    runs = [run for wave in waves for run in wave.runs]
-    alone = [run for wave in waves if not wave.at_once for run in wave.runs]
-    timed = [wave for wave in waves if wave.at_once] or waves
+def _ask_all(
+    rag: RagCache,
+    setting: RecurringSetting,
+    side: str,
+    part: Sequence[Turn],
+    new_tokens: int = NEW_TOKENS,
+) -> list[Answer]:
+    """Answer turns by callers at once, and wait for the work behind their answers."""
+    with ThreadPoolExecutor(setting.concurrent) as callers:
+        answers = list(callers.map(partial(_ask, rag, setting, side, new_tokens), part))
+    _settle(rag)
+    return answers
+
+
+def _ask(
+    rag: RagCache, setting: RecurringSetting, side: str, new_tokens: int, turn: Turn
+) -> Answer:
+    """Answer a turn, as one of the callers."""
+    generation = GenerationParams(max_tokens=new_tokens, ignore_eos=True, extractive=False)
+    return rag.chat(
+        turn.messages,
+        generation=generation,
+        mode=setting.mode,
+        recognize_recurring=side == READING,
+    )
+
+
+def _settle(rag: RagCache) -> None:
+    """Wait until recurring texts are encoded, and conversations stored."""
+    shared = rag.internals.shared
+    for background in (shared.observing, shared.keeping):
+        background.submit(lambda: None).result()
+
+
+def _figures(blocks: Sequence[_Block]) -> dict[str, Any]:
+    runs = [run for block in blocks for run in block.runs]
+    alone = [run for block in blocks if block.alone for run in block.runs]
+    timed = [block for block in blocks if not block.alone] or blocks
     tokens = sum(run.chunk_tokens for run in runs)
     rates = {
-        name: sum(len(wave.runs) for wave in timed) / sum(wave.seconds[name] for wave in timed)
+        name: sum(len(block.runs) for block in timed) / sum(block.seconds[name] for block in timed)
         for name in (READING, COMPUTING)
     }
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,12 @@ class RecurringSetting:
     exponent: float = 1.0
     conversations: int = 100
     turns: int = 8
+    earlier: int = 0
+    """Conversations over the same chunks that the service has answered before."""
     concurrent: int = 1
-    """Prompts of a wave that are answered at once. From the second half on, every second wave is
-    answered one by one, for the times to the first token."""
+    """Callers at once, for the rate of requests."""
+    mode: str | None = None
+    """Mode in which recurring texts are read. Defaults to the model's."""
     known_spans: int = 100_000
     """Chunks that were seen before detection is timed."""
     seed: int = 7
@@ -78,32 +81,48 @@ class Turn:
 def draw_turns(setting: RecurringSetting) -> Iterator[Turn]:
     """Yield the first turn of every conversation, then the second one of each, and so on.
 
-    Histories keep questions and answers, and no chunks.
+    Histories keep questions and answers, and no chunks. All turns of the earlier conversations come
+    first.
     """
     rng = random.Random(setting.seed)
     chunks = [draw_chunk(rng, setting.sentences) for _ in range(setting.chunks)]
     weights = [1 / (rank + 1) ** setting.exponent for rank in range(setting.chunks)]
-    histories: list[list[Message]] = [[] for _ in range(setting.conversations)]
-    styles = list(TEMPLATES.values())
-    for turn in range(setting.turns):
-        for number, history in enumerate(histories):
-            picked: list[int] = []
-            while len(picked) < setting.each:
-                [one] = rng.choices(range(setting.chunks), weights)
-                picked += [one] if one not in picked else []
-            begin, part, end = styles[number % len(styles)]
-            pasted = "".join(
-                part.format(number=place + 1, name=f"file{one}", text=chunks[one])
-                for place, one in enumerate(picked)
-            )
-            question = f"What does the text say about the {rng.choice(WORDS)}, number {turn}?"
-            content = begin + pasted + end.format(question=question)
-            message: Message = {"role": "user", "content": content}
-            yield Turn([*history, message], tuple(chunks[one] for one in picked))
-            history += [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": f"It says something about {rng.choice(WORDS)}."},
-            ]
+    for conversations in (setting.earlier, setting.conversations):
+        histories: list[list[Message]] = [[] for _ in range(conversations)]
+        for turn in range(setting.turns):
+            for number, history in enumerate(histories):
+                picked = _draw_places(rng, weights, setting.each)
+                style = list(TEMPLATES.values())[number % len(TEMPLATES)]
+                question = f"What does the text say about the {rng.choice(WORDS)}, number {turn}?"
+                content = _paste(style, [(one, chunks[one]) for one in picked], question)
+                yield Turn(
+                    [*history, {"role": "user", "content": content}],
+                    tuple(chunks[one] for one in picked),
+                )
+                answer = f"It says something about {rng.choice(WORDS)}."
+                history += [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": answer},
+                ]
+
+
+def _draw_places(rng: random.Random, weights: Sequence[float], count: int) -> list[int]:
+    """Draw different places by their weights."""
+    picked: list[int] = []
+    while len(picked) < count:
+        [one] = rng.choices(range(len(weights)), weights)
+        picked += [one] if one not in picked else []
+    return picked
+
+
+def _paste(style: tuple[str, str, str], chunks: Sequence[tuple[int, str]], question: str) -> str:
+    """Return a message with chunks, given with their numbers, in one of the `TEMPLATES`."""
+    begin, part, end = style
+    pasted = "".join(
+        part.format(number=place, name=f"file{one}", text=text)
+        for place, (one, text) in enumerate(chunks, start=1)
+    )
+    return begin + pasted + end.format(question=question)
 
 
 def draw_agent_turns(setting: RecurringSetting) -> Iterator[Turn]:
@@ -114,7 +133,7 @@ def draw_agent_turns(setting: RecurringSetting) -> Iterator[Turn]:
     """
     rng = random.Random(setting.seed)
     files = [draw_chunk(rng, setting.sentences) for _ in range(setting.chunks)]
-    for session in range(setting.conversations):
+    for session in range(setting.earlier + setting.conversations):
         task = f"Session {session}: change how the {rng.choice(WORDS)} is handled."
         history: list[Message] = [
             {"role": "system", "content": "You are an agent that edits the files of a project."},

@@ -173,9 +173,15 @@ def recurring(
         int | None, typer.Option(min=1, help="chunks that are pasted by Zipf's law.")
     ] = None,
     each: Annotated[int | None, typer.Option(min=1, help="chunks of a turn.")] = None,
+    earlier: Annotated[
+        int, typer.Option(min=0, help="conversations that were answered before.")
+    ] = 0,
     concurrent: Annotated[
-        int, typer.Option(min=1, help="prompts at once, for the rate of requests.")
+        int, typer.Option(min=1, help="callers at once, for the rate of requests.")
     ] = 1,
+    mode: Annotated[
+        str | None, typer.Option(help="Mode in which recurring texts are read.")
+    ] = None,
     agent: Annotated[
         bool, typer.Option(help="An agent's sessions, which keep the files that they read.")
     ] = False,
@@ -197,7 +203,8 @@ def recurring(
     sizes = {"conversations": conversations, "turns": turns, "chunks": chunks, "each": each}
     given = {name: size for name, size in sizes.items() if size is not None}
     make = RecurringSetting.reduced if reduced else RecurringSetting
-    setting = make(**given, concurrent=concurrent)
+    earlier = 0 if trace else earlier
+    setting = make(**given, earlier=earlier, concurrent=concurrent, mode=mode)
     if setting.each > setting.chunks:
         raise ConfigurationError(
             f"a turn cannot have {setting.each} of {setting.chunks} chunks; give --each or --chunks"

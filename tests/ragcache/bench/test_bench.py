@@ -174,6 +174,29 @@ def test_conversations_paste_chunks_behind_their_history() -> None:
     assert turns == list(draw_turns(RECURRING)), "equal seeds draw equal turns"
 
 
+def test_earlier_conversations_are_over_the_same_chunks() -> None:
+    setting = replace(RECURRING, earlier=2)
+    turns = list(draw_turns(setting))
+    assert [len(turn.messages) for turn in turns[:9]] == [1, 1, 3, 3, 5, 5, 7, 7, 1]
+    assert len(turns) == 8 + 12
+    chunks = {chunk for turn in draw_turns(RECURRING) for chunk in turn.chunks}
+    assert {chunk for turn in turns for chunk in turn.chunks} == chunks
+    agent = list(draw_agent_turns(setting))
+    assert len(agent) == 8 + 12
+
+
+@pytest.mark.slow
+def test_what_earlier_conversations_had_is_read(tiny_reader: LoadedModel) -> None:
+    setting = replace(RECURRING, earlier=3, conversations=1)
+    steps: list[str] = []
+    result = bench_recurring(setting, tiny_reader, steps.append)
+    assert steps[0] == "earlier turn 1 of 12"
+    assert result["turns"] == 4
+    assert result["recurring_share"] == 1
+    assert result["by_new_chunks"].keys() == {0}
+    assert result["read_share"] > 0.9
+
+
 def test_an_agent_keeps_the_files_that_it_has_read() -> None:
     turns = list(draw_agent_turns(RECURRING))
     assert len(turns) == 12
@@ -198,12 +221,12 @@ def test_a_recorded_trace_is_read_line_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("concurrent", [1, 2])
+@pytest.mark.parametrize(("concurrent", "mode"), [(1, "rooted"), (2, "primed")])
 def test_recurring_chunks_are_read_in_the_second_half(
-    concurrent: int, tiny_reader: LoadedModel
+    concurrent: int, mode: str, tiny_reader: LoadedModel
 ) -> None:
     steps: list[str] = []
-    setting = replace(RECURRING, concurrent=concurrent)
+    setting = replace(RECURRING, concurrent=concurrent, mode=mode)
     result = bench_recurring(setting, tiny_reader, steps.append)
     assert result["turns"] == 6
     assert 0.8 < result["read_share"] <= result["recurring_share"] + 0.02
