@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -258,8 +258,19 @@ class _FreeRuns:
         return end
 
 
-NodeKey: TypeAlias = tuple[Hashable, tuple[int, ...], tuple[int, ...]]
-"""Parent node (root key for a first block), token ids and position ids of the block."""
+NodeKey: TypeAlias = tuple[Hashable, tuple[int, ...], tuple[int, ...], tuple[Hashable, ...]]
+"""Parent node (root key for a first block), token ids and position ids of the block, and the placed
+segments that its tokens attend to and those of its parent do not."""
+
+
+class PlacedRoot(NamedTuple):
+    """Everything that states depend on besides their tokens and positions."""
+
+    owner: Hashable
+    """Requests of other owners share nothing."""
+    segments: tuple[tuple[int, str], ...] = ()
+    """Position and name of each placed segment, in order. A token attends to those that start
+    before it, so that a block in front of them is shared whatever follows it."""
 
 
 class EphemeralRoot:
@@ -281,14 +292,19 @@ class NodePath:
     """The full blocks of one running request, first to last."""
 
     root: Hashable
-    """Identity of everything that the states depend on besides their tokens and positions: the
-    placed segments and the tenant. None shares nothing."""
+    """Identity of everything that the states depend on besides their tokens and positions, such as
+    a `PlacedRoot`. None shares nothing."""
     nodes: list[RadixNode] = field(default_factory=list)
 
     def child_key(self, token_ids: Sequence[int], position_ids: Sequence[int]) -> NodeKey:
         """Key of a block that continues the path."""
-        parent = self.nodes[-1] if self.nodes else self.root
-        return parent, tuple(token_ids), tuple(position_ids)
+        parent = self.nodes[-1] if self.nodes else None
+        if not isinstance(self.root, PlacedRoot):
+            return parent or self.root, tuple(token_ids), tuple(position_ids), ()
+        segments = self.root.segments
+        seen = 0 if parent is None else bisect_left(segments, (parent.key[2][-1],))
+        attended = segments[seen : bisect_left(segments, (position_ids[-1],))]
+        return parent or self.root.owner, tuple(token_ids), tuple(position_ids), attended
 
 
 class RadixCache:

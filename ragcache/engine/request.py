@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ragcache.engine.constraint import MakeConstraint
+from ragcache.engine.kv_cache import PlacedRoot
 from ragcache.engine.sampler import SampledToken
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong, UnsupportedModel
@@ -183,13 +184,14 @@ class Request:
         check_options(self.max_tokens, self.min_tokens, self.n, self.timeout, stop=self.stop)
 
     @property
-    def root(self) -> Hashable:
+    def root(self) -> PlacedRoot | None:
         """Root of the request's private states in the radix cache: its tenant and placed segments,
         unless the states are not shared."""
-        names = tuple((segment.name, segment.start) for segment in self.context.segments)
-        if self.tenant is None or self.prompt_logprobs or any(name is None for name, _ in names):
+        segments = self.context.segments
+        placed = [(each.start, each.name) for each in segments if each.name is not None]
+        if self.tenant is None or self.prompt_logprobs or len(placed) < len(segments):
             return None
-        return (self.tenant, names, self.context.compose)
+        return PlacedRoot((self.tenant, self.context.compose), tuple(sorted(placed)))
 
 
 def _check_known_tokens(context: Context) -> None:

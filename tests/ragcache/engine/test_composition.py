@@ -261,8 +261,10 @@ def test_a_list_that_recurs_is_composed_twice(
             for question in questions:
                 model.check(core, [*found, question])
             assert len(composed) == 2
-            model.check(core, [*found, questions[0], third, QUESTION])
+            model.check(core, [*found, random_tokens(9, seed=50), third, QUESTION])
             assert composed[2:] == [3, 1], "with a document behind own tokens it is another list"
+            model.check(core, [*found, questions[0], third, QUESTION])
+            assert composed[4:] == [1], "a block in front of that document is known"
         assert_all_blocks_free(core)
 
 

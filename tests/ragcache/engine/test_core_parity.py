@@ -207,6 +207,34 @@ def test_blocks_behind_other_segments_are_not_found(
     assert sharing_core.run(Request(context, 2, tenant="a"))[0].shared_tokens == 20
 
 
+def test_blocks_before_segments_are_found_whatever_follows_them(
+    sharing_core: SteppedCore, causal: CausalLM
+) -> None:
+    """A chat whose documents move shares its instruction and history, as far as blocks are full."""
+    here, there = encode(causal, [EncodeJob([*random_tokens(8), last]) for last in (1, 2)])
+
+    def request(*segments: Segment, own: int) -> Request:
+        tokens = [*PROMPT[:14], *random_tokens(own)]
+        places = [at for at in range(60) if not any(s.start <= at < s.end for s in segments)]
+        end = max(places[len(tokens) - 1] + 1, *(each.end for each in segments))
+        return Request(
+            Context(segments, tuple(tokens), tuple(places[: len(tokens)]), end), 6, tenant="a"
+        )
+
+    found = []
+    for each in (
+        request(Segment(here, 14, "one"), own=5),
+        request(Segment(there, 14, "other"), own=5),
+        request(Segment(there, 10, "other"), own=9),
+        request(Segment(there, 14, "other"), Segment(here, 25, "one"), own=9),
+    ):
+        [output] = sharing_core.run(each)
+        [alone] = core_of(causal).run(each)
+        assert output.token_ids == alone.token_ids
+        found.append(output.shared_tokens)
+    assert found == [0, 12, 8, 16], "the last one shares a block between its documents, too"
+
+
 @pytest.mark.parametrize("tenant", [None, "a"])
 def test_the_answers_of_one_request_share_its_prompt(
     sharing_core: SteppedCore, causal: CausalLM, tenant: str | None
