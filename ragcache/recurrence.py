@@ -248,6 +248,8 @@ def natural_spans(text: str, span: Span) -> Iterator[Span]:
     ends of lines and sentences.
     """
     begin = span.begin
+    if span.end - begin < MIN_CHARACTERS:
+        return
     around = max(span.begin - _LONGEST_SEAM, 0), min(span.end + _LONGEST_SEAM, len(text))
     seams = [match.span() for match in _SEAM.finditer(text, *around)]
     for end, after in [*seams, (span.end, span.end)]:

@@ -77,6 +77,8 @@ class OpenConfig(TierOptions, Params):
     recognize_recurring: bool = True
     """Read texts that recur in prompts from states, without any ingestion. A text is read from its
     third prompt on."""
+    min_module_tokens: Annotated[int, Field(ge=1)] = 96
+    """Fewest tokens of a recurring text that is read from states."""
     observed_bytes: Size | None = None
     """Most memory for the states of recurring texts, of each namespace. Defaults to a tenth of
     `host_bytes`."""

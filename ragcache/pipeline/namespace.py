@@ -402,6 +402,7 @@ def _observed_modules(shared: SharedServices, encoder: ModuleEncoder, name: str)
         shared.gate,
         shared.observing,
         budget_bytes=_observed_bytes(shared.config, shared.store),
+        min_module_tokens=shared.config.min_module_tokens,
         module_tokens=shared.model.causal.module_limit(shared.config.module_tokens),
         is_idle=lambda: not shared.engine.core.busy,
         rows=ObservedTexts(shared.database, name) if stored else None,

@@ -40,14 +40,14 @@ from ragcache.states import KVKey
 
 logger = logging.getLogger(__name__)
 
-MIN_TOKENS = 96
-"""Fewest tokens of an observed module."""
-
 SECONDS_TO_LIVE: dict[ObservedStorage, float] = {"memory": 3600.0, "disk": 86_400.0}
 """Seconds after its last use at which an observed module may end, by `observed_storage`."""
 
 MOST_WAITING = 64
 """Most texts of a namespace that wait to be encoded. Further texts wait for their next sight."""
+
+OTHER_MODE = {ROOTED: PRIMED, PRIMED: ROOTED}
+"""Mode in which recurring texts are read where the gate refuses the one that a chat asks for."""
 
 _REFRESHES = 100
 """Most refreshes of a stored text's end during its time to live."""
@@ -99,6 +99,7 @@ class ObservedModules:
         background: Executor,
         *,
         budget_bytes: int,
+        min_module_tokens: int,
         module_tokens: int,
         is_idle: Callable[[], bool],
         rows: ObservedTexts | None = None,
@@ -111,13 +112,15 @@ class ObservedModules:
             gate: The gate. A mode that it refuses, or has not measured yet, reads nothing.
             background: Runs the encoding of new modules, one after the other.
             budget_bytes: Most bytes of states. 0 turns detection off.
+            min_module_tokens: Fewest tokens of a module.
             module_tokens: Most tokens of a module.
             is_idle: Tells whether no request is running.
             rows: The texts that outlive the process. Without them all are in memory alone.
         """
         self._model, self._encoder, self._gate = model, encoder, gate
         self._background, self._is_idle = background, is_idle
-        self._budget_bytes, self._module_tokens = budget_bytes, module_tokens
+        self._budget_bytes = budget_bytes
+        self._min_module_tokens, self._module_tokens = min_module_tokens, module_tokens
         self._rows, self._refreshed = rows, time.time()
         self._recurrences = RecurrenceTable()
         self._modules: OrderedDict[str, ObservedModule] = OrderedDict()  # least recently used first
@@ -158,22 +161,23 @@ class ObservedModules:
     def mode_for(self, mode: ReuseMode) -> ReuseMode:
         """Return the mode in which a chat without ingested texts reads recurring ones.
 
-        Recurring texts follow the preamble, as ingested texts do. Where the gate refuses `rooted`,
-        modules after the first are read behind the priming text, in `primed`, if that was measured
-        near enough to `exact`.
+        Where the gate refuses `rooted` or `primed`, they are read in the other one of both, if that
+        was measured near enough to `exact`.
 
         Args:
             mode: The mode that the chat asks for.
         """
-        refused = mode == ROOTED and not self._gate.passes(mode)
-        return PRIMED if refused and self._gate.is_near(PRIMED) else mode
+        other = OTHER_MODE.get(mode)
+        if other is None or self._gate.passes(mode) or not self._gate.is_near(other):
+            return mode
+        return other
 
     def keep(self, text: str, seconds: float, mode: ReuseMode, keeper: Keeper) -> None:
         """Make modules of a text at once, and keep them for a time.
 
         Encodes nothing: the next prompt with the text encodes its states and counts their tokens
         as created. A text is left as it is if the mode reads no states on this model, and a text
-        under `MIN_TOKENS` tokens always. Texts beyond a budget, of observed modules or of the
+        under `min_module_tokens` always. Texts beyond a budget, of observed modules or of the
         caller, are modules that are not kept.
 
         Args:
@@ -346,8 +350,8 @@ class ObservedModules:
             until = self._waiting[text]
             self._wait_for_pause(until)
             self._gate.measure([mode])
-            if mode == ROOTED and not self._gate.passes(mode):
-                self._gate.measure([PRIMED])
+            if mode in OTHER_MODE and not self._gate.passes(mode):
+                self._gate.measure([OTHER_MODE[mode]])
             mode = self.mode_for(mode)
             if not self._gate.passes(mode):
                 return
@@ -374,7 +378,7 @@ class ObservedModules:
         """Return a text as a module. A text that is too short or too long is none."""
         ids, encodings = self._tokens(text), mode.encodings
         nbytes = self._model.causal.module_bytes(len(ids)) * len(encodings)
-        if len(ids) < MIN_TOKENS or nbytes > self._budget_bytes:
+        if len(ids) < self._min_module_tokens or nbytes > self._budget_bytes:
             return None
         name = sha256(text.encode()).hexdigest()[:16]
         keys = tuple(self._encoder.key(ids, each) for each in encodings)

@@ -445,8 +445,8 @@ def _check_modes(model: LoadedModel, settings: ServiceSettings, *, sizes: bool) 
     from ragcache.db import Ledger
     from ragcache.engine import LLMEngine
     from ragcache.errors import ModeRefused, StoreError
-    from ragcache.modes import PRIMED
     from ragcache.pipeline.gate import ModeGate, propose_mode
+    from ragcache.pipeline.observed import OTHER_MODE
 
     if settings.force_modes:
         return "all serve, as force_modes is set; nothing was measured"
@@ -477,7 +477,8 @@ def _check_modes(model: LoadedModel, settings: ServiceSettings, *, sizes: bool) 
     default = settings.default_mode or model.default_mode
     said = f"default: {default}; {said}"
     if default.reads_states and str(default.measured) not in serving:
-        recurring = "read in primed" if str(PRIMED) in serving else "computed, too"
+        other = OTHER_MODE.get(default)
+        recurring = f"read in {other}" if str(other) in serving else "computed, too"
         raise ModeRefused(f"{said}; texts that recur in chats are {recurring}")
     return said
 

@@ -286,14 +286,22 @@ def test_doctor_tells_how_far_modes_are_from_exact(
         monkeypatch.setattr(gate, "measure_sizes", None)
 
 
-@pytest.mark.parametrize(("divergence", "read"), [(0.05, "read in primed"), (4.5, "computed, too")])
+@pytest.mark.parametrize(
+    ("default", "near", "read"),
+    [
+        ("rooted", "primed", "read in primed"),
+        ("primed", "rooted", "read in rooted"),
+        ("rooted", "none", "computed, too"),
+    ],
+)
 def test_doctor_tells_how_recurring_texts_are_read(
-    divergence: float, read: str, run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
+    default: str, near: str, read: str, run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
+    monkeypatch.setenv("RAGCACHE_DEFAULT_MODE", default)
 
     def measure(_model: object, _engine: object, modes: list[object]) -> list[GateResult]:
-        far = {str(mode): divergence if str(mode) == "primed" else 4.5 for mode in modes}
+        far = {str(mode): 0.05 if str(mode) == near else 4.5 for mode in modes}
         return [GateResult(mode, 24, n, 0.75, 2.0, 6.0, 1.0, 0.75) for mode, n in far.items()]
 
     monkeypatch.setattr(gate, "measure_modes", measure)

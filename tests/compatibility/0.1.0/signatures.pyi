@@ -493,6 +493,7 @@ class OpenConfig:
     long_context: bool = False
     max_gap_ms: float | None = None
     max_tokens: int = 64
+    min_module_tokens: int = 96
     min_prefix_tokens: int = 256
     model: Any = None
     module_tokens: int | str = 'auto'

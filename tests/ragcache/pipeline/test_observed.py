@@ -249,6 +249,17 @@ def test_a_folder_can_leave_it_out(tmp_path: Path, model: LoadedModel) -> None:
         assert rag.modules.observed.all() == []
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_texts_under_the_least_length_are_not_kept(
+    tmp_path: Path, model: LoadedModel, more: int
+) -> None:
+    least = len(model.encode_untrusted(passage(1, 5))) + more
+    with RagCache.open(tmp_path / "state", model, force_modes=True, min_module_tokens=least) as rag:
+        ask(rag, [1, 2], "Who?")
+        ask(rag, [3, 1], "Why?")
+        assert len(rag.modules.observed.all()) == 1 - more
+
+
 def test_a_refused_mode_reads_nothing_and_fails_no_chat(
     tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,20 +272,26 @@ def test_a_refused_mode_reads_nothing_and_fails_no_chat(
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["near", "far"])
-def test_texts_are_read_primed_where_rooted_is_refused(
-    tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, near: bool
+@pytest.mark.parametrize(("asked", "other"), [("rooted", "primed"), ("primed", "rooted")])
+def test_texts_are_read_in_the_other_mode_where_one_is_refused(
+    tmp_path: Path,
+    model: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str,
+    other: str,
+    near: bool,
 ) -> None:
     def measure(_model: LoadedModel, _engine: LLMEngine, modes: list[ReuseMode]) -> Any:
-        nearer = replace(NEAR if near else FAR, mode="primed")
-        return [nearer if str(each) == "primed" else FAR for each in modes]
+        found = {asked: FAR, other: NEAR if near else FAR}
+        return [replace(found[str(each)], mode=str(each)) for each in modes]
 
     monkeypatch.setattr(gate, "measure_modes", measure)
-    with RagCache.open(tmp_path / "state", model, force_modes=False) as rag:
+    with RagCache.open(tmp_path / "state", model, force_modes=False, default_mode=asked) as rag:
         modes = [ask(rag, seeds, "Who?").mode for seeds in ([1, 2], [3, 1], [4, 1], [5, 1])]
-        read = "recognized:primed" if near else "exact"
+        read = f"recognized:{other}" if near else "exact"
         assert modes == ["exact", "exact", read, read]
         kept = {len(each.keys) for each in rag.modules.observed.all()}
-        assert kept == ({2} if near else set())
+        assert kept == ({2 if other == "primed" else 1} if near else set())
         rag.ingest("notes", [SourceDocument("one", passage(9, 5))])
         with pytest.raises(ModeRefused):
             ask(rag, [9, 1], "Who?")
