@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from itertools import chain
 
 from torch import Tensor
@@ -46,7 +46,7 @@ class SequenceGroup:
         self.shared_tokens = 0
         self.admitted_at = self.first_token_at = 0.0
         self.expires_at = math.inf if request.timeout is None else submitted_at + request.timeout
-        root = request.root
+        root: Hashable = request.root
         if root is None and request.n > 1:  # its own answers still share the prompt
             root = EphemeralRoot()
         self.root = root

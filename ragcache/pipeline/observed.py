@@ -349,7 +349,8 @@ class ObservedModules:
         try:
             until = self._waiting[text]
             self._wait_for_pause(until)
-            self._gate.measure([mode])
+            if not self._gate.passes(mode):
+                self._gate.measure([mode])
             if mode in OTHER_MODE and not self._gate.passes(mode):
                 self._gate.measure([OTHER_MODE[mode]])
             mode = self.mode_for(mode)

@@ -260,6 +260,13 @@ def test_texts_under_the_least_length_are_not_kept(
         assert len(rag.modules.observed.all()) == 1 - more
 
 
+def test_a_forced_mode_is_not_measured(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "measure_modes", None)
+    ask(rag, [1, 2], "Who?")
+    ask(rag, [3, 1], "Why?")
+    assert len(rag.modules.observed.all()) == 1
+
+
 def test_a_refused_mode_reads_nothing_and_fails_no_chat(
     tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
