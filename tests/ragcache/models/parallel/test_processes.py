@@ -82,7 +82,6 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
     (4, {}),  # with key heads that two ranks have
     (4, EIGHT_HEADS),
-    (8, EIGHT_HEADS),
     (8, {**EIGHT_HEADS, "num_key_value_heads": 1}),
 ]
 
