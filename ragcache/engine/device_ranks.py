@@ -33,6 +33,7 @@ from ragcache.models.parallel.device_memory import FollowerRegions
 from ragcache.models.parallel.device_model import DeviceParallelLM, DeviceRankLM, finalize
 from ragcache.models.parallel.memory import MappedMemory
 from ragcache.models.parallel.messages import read_message
+from ragcache.models.parallel.residuals import sums_add_residuals
 from ragcache.models.parallel.ring import Part
 from ragcache.states import Arrival
 
@@ -50,7 +51,7 @@ class RankRunner(DeviceModelRunner):
     model: DeviceRankLM
 
     def _prepare(self) -> None:
-        with self.model.alone():  # ranks take their own time to compile
+        with self.model.alone(), sums_add_residuals():  # ranks take their own time to compile
             super()._prepare()
 
     def warm_up(self) -> None:

@@ -90,6 +90,11 @@ def main(check: str, rank: int, store: str) -> None:
             room = shared.room(shape, dtype)
             room.copy_(parts[rank])
             assert_right(shared.sum_parts(room, copy=False), parts)
+            residual = parts_of(shape, dtype, 100)[0]  # the same on every rank
+            room = shared.room(shape, dtype)
+            room.copy_(parts[rank])
+            found = shared.sum_parts(room, residual, copy=False)
+            assert torch.equal(found, residual + shared.sum_parts(parts[rank]))
 
     def sums_in_a_graph(shape: tuple[int, int], dtype: torch.dtype) -> None:
         given = torch.empty(shape, dtype=dtype, device=device)

@@ -38,8 +38,11 @@ class Collectives(Protocol):
         """Return the sum of every rank's part, which may be written in place. Equal bits on every
         rank."""
 
-    def sum_products(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return the sum of every rank's `linear(hidden, weight)`, as `sum_parts`."""
+    def sum_products(
+        self, hidden: Tensor, weight: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
+        """Return the sum of every rank's `linear(hidden, weight)`, as `sum_parts`, and of the
+        residual, if there is one, which is the same on every rank."""
 
     def gather_columns(self, part: Tensor, width: int) -> Tensor:
         """Return [R, width] of every rank's columns, in order, to the leader.
@@ -75,6 +78,20 @@ def sum_products(hidden: Tensor, weight: Tensor, handle: int) -> Tensor:
 @sum_products.register_fake
 def _shape_of_sum(hidden: Tensor, weight: Tensor, _handle: int) -> Tensor:
     return hidden.new_empty(*hidden.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("ragcache::sum_products_add", mutates_args=())
+def sum_products_add(hidden: Tensor, weight: Tensor, residual: Tensor, handle: int) -> Tensor:
+    """`residual + sum_products(hidden, weight, handle)`, for which compiled layers are rewritten.
+
+    residual: [..., out_features].
+    """
+    return _registered[handle].sum_products(hidden, weight, residual)
+
+
+@sum_products_add.register_fake
+def _shape_of_both(_hidden: Tensor, _weight: Tensor, residual: Tensor, _handle: int) -> Tensor:
+    return torch.empty_like(residual, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("ragcache::sum_parts", mutates_args=())
@@ -158,9 +175,12 @@ class GlooCollectives:
         self._meet(lambda: self._group.allreduce([wide], self._sum))
         return wide.to(part.dtype)
 
-    def sum_products(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def sum_products(
+        self, hidden: Tensor, weight: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
         """See `Collectives.sum_products`."""
-        return self.sum_parts(functional.linear(hidden, weight))
+        total = self.sum_parts(functional.linear(hidden, weight))
+        return total if residual is None else residual + total
 
     def broadcast(self, tensor: Tensor) -> None:
         """See `Collectives.broadcast`."""

@@ -89,16 +89,19 @@ class DeviceCollectives:
         self._distributed.all_reduce(part)
         return part
 
-    def sum_products(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def sum_products(
+        self, hidden: Tensor, weight: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
         """See `Collectives.sum_products`. The product writes its part where the others read it."""
         width, rows = weight.shape[0], hidden.shape[:-1].numel()
         shared = self._shared
         if self.alone or shared is None or not shared.has_room(rows * width * hidden.itemsize):
-            return self.sum_parts(functional.linear(hidden, weight))
+            whole = self.sum_parts(functional.linear(hidden, weight))
+            return whole if residual is None else residual + whole
         flat = hidden.reshape(rows, -1)
         room = shared.room((rows, width), hidden.dtype)
         torch.mm(flat, weight.t(), out=room)
-        total: Tensor = shared.sum_parts(room, copy=False)
+        total: Tensor = shared.sum_parts(room, residual, copy=False)
         return total.view(*hidden.shape[:-1], width)
 
     def gather_columns(self, part: Tensor, width: int) -> Tensor:

@@ -55,6 +55,7 @@ def _meet(signals, program, RANK: tl.constexpr, RANKS: tl.constexpr):
 @triton.jit
 def sum_kernel(
     local,
+    residual,
     buffers,
     signals,
     out,
@@ -64,9 +65,10 @@ def sum_kernel(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
     COPY: tl.constexpr,
+    ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out = the sum of all ranks' parts.
+    """out = the sum of all ranks' parts, rounded, and of the residual with ADD.
 
     COPY: whether the part is still in `local`. Otherwise a product wrote it to the buffer.
     DEPENDENT: whether the grid may start before the one that writes the part has ended.
@@ -89,7 +91,11 @@ def sum_kernel(
             theirs = tl.multiple_of(tl.load(buffers + rank).to(kind) + slot, 16)
             part = tl.load(theirs + begin + here, mask=inside, cache_modifier=".cg")
             total += part.to(tl.float32)
-        tl.store(out + begin + here, total.to(kind.element_ty), mask=inside)
+        total = total.to(kind.element_ty)
+        if ADD:
+            before = tl.load(residual + begin + here, mask=inside).to(tl.float32)
+            total = (before + total.to(tl.float32)).to(kind.element_ty)
+        tl.store(out + begin + here, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -215,12 +221,16 @@ class OneShot:
         begin, nbytes = self._begins[self._next], torch.Size(shape).numel() * dtype.itemsize
         return self._memory[begin : begin + nbytes].view(dtype).view(shape)
 
-    def sum_parts(self, part: Tensor, *, copy: bool = True) -> Tensor:
-        """Return the sum of all ranks' parts. `copy`: the part is not in `room`."""
+    def sum_parts(
+        self, part: Tensor, residual: Tensor | None = None, *, copy: bool = True
+    ) -> Tensor:
+        """Return the sum of all ranks' parts, and of a residual. `copy`: the part is not in
+        `room`."""
         slot, self._next = self._next, 1 - self._next
         out = torch.empty_like(part)
         sum_kernel[min(PROGRAMS, triton.cdiv(part.numel(), BLOCK)),](
             part,
+            part if residual is None else residual.contiguous(),
             self._buffers,
             self._signals,
             out,
@@ -230,6 +240,7 @@ class OneShot:
             RANKS=self.ranks,
             BLOCK=BLOCK,
             COPY=copy,
+            ADD=residual is not None,
             DEPENDENT=self._overlapped,
             num_warps=8,
             **self._options,
