@@ -3,11 +3,9 @@
     python benchmarks/reuse.py prepare MODEL PROMPTS --data DATA
     python benchmarks/reuse.py measure MODEL PROMPTS ROWS --device cuda
     python benchmarks/reuse.py report MODEL PROMPTS ROWS --json FILE
-    python benchmarks/reuse.py masses MODEL PROMPTS
 
 `prepare` retrieves modules and tokenizes. `measure` needs neither the data nor the retrieval, so
-that it runs on a bare machine with a GPU. `report` marks the answers and prints Markdown. `masses`
-measures where the questions' attention goes, with Hugging Face's model alone.
+that it runs on a bare machine with a GPU. `report` marks the answers and prints Markdown.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from ragcache.evaluation import Dataset
 from ragcache.models import LoadedModel, load_model, prompt_frame
 from ragcache.modes import EXACT, ReuseMode
 from ragcache.pipeline.ask import lay_out
-from ragcache.pipeline.module_states import PRIMING_TEXT, Surroundings
+from ragcache.pipeline.module_states import Surroundings
 from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, TokenPrompt, build_context
 from ragcache.retrieval import BM25Index
 from ragcache.states import KVKey, KVStates
@@ -422,78 +420,6 @@ def report(model: str, prompts: Path, rows: Path, json_file: Path | None = None)
             )
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-@app.command()
-@torch.inference_mode()
-def masses(
-    model: str,
-    prompts: Path,
-    questions: int = 8,
-    setting: str = "4:128",
-    json_file: Path | None = None,
-) -> None:
-    """Measure the share of the questions' attention to modules 2..k, with Hugging Face alone.
-
-    One dense pass of each prompt and mode, with a mask and positions: every module behind a copy of
-    the tokens that it saw when it was encoded, which no other token sees.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    plain = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    preamble = tokenizer.encode(prompt_frame(tokenizer).preamble, add_special_tokens=False)
-    priming = tokenizer.encode(PRIMING_TEXT, add_special_tokens=False)
-    chosen = [p for p in read_prompts(prompts) if "{}:{}".format(*p.setting) == setting]
-    chosen = sorted(chosen, key=lambda p: p.number)[:questions]
-    found = defaultdict(list)
-    for prompt in chosen:
-        for mode, before in {
-            "exact": None, "rooted": preamble, "primed": [*preamble, *priming],
-        }.items():  # fmt: skip
-            found[mode].append(_mass_of_later(plain, preamble, before, prompt))
-    result = {mode: statistics.fmean(shares) for mode, shares in found.items()}
-    print(result | {"questions": len(chosen)})
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def _mass_of_later(
-    model: Any, preamble: list[int], before: list[int] | None, prompt: ReusePrompt
-) -> float:
-    """Return the attention of the question's tokens to modules 2..k: a mean over heads and layers.
-
-    `before` are the tokens that later modules see in place of the prompt, or None in `exact`.
-    """
-    rows = [(at, token, 0) for at, token in enumerate([*preamble, *prompt.modules[0]])]
-    hidden = [False] * len(rows)
-    at = len(rows)
-    for number, module in enumerate(prompt.modules[1:], start=1):
-        other = before or []
-        block = 0 if before is None else number
-        rows += [(at - len(other) + n, token, block) for n, token in enumerate(other)]
-        rows += [(at + n, token, block) for n, token in enumerate(module)]
-        hidden += [True] * len(other) + [False] * len(module)
-        at += len(module)
-    later = torch.tensor(
-        [number >= len(preamble) + len(prompt.modules[0]) for number in range(len(rows))]
-    )
-    rows += [(at + n, token, -1) for n, token in enumerate(prompt.question)]
-    positions, tokens, blocks = (torch.tensor(column) for column in zip(*rows, strict=True))
-    asked = blocks == -1
-    unread = torch.tensor([*hidden, *[False] * len(prompt.question)])
-    sees = (blocks[:, None] == blocks) | (asked[:, None] & ~unread)
-    sees &= torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
-    mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
-    out = model(
-        tokens[None], attention_mask=mask[None, None], position_ids=positions[None],
-        output_attentions=True, use_cache=False,
-    )  # fmt: skip
-    columns = torch.cat([later, torch.zeros(len(prompt.question), dtype=torch.bool)]) & ~unread
-    drawn = [layer[0][:, asked][:, :, columns].sum(-1).mean() for layer in out.attentions]
-    return float(torch.stack(drawn).mean())
 
 
 if __name__ == "__main__":
