@@ -15,6 +15,7 @@ seeing the other questions. It reads a context in one of four ways (`Mode`):
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,16 +27,17 @@ CHUNK, BLOCK = 128, 16
 """Tokens that are computed at once, and in one block of their system of equations."""
 
 
-def config_of(vocabulary: int = 16384, hidden: int = 320, layers: int = 8) -> Any:
-    """Three layers of Gated DeltaNet for one of attention, as in Qwen3.5."""
+def config_of(vocabulary: int = 16384, hidden: int = 320, layers: int = 8, heads: int = 4) -> Any:
+    """Three layers of Gated DeltaNet for one of attention, as in Qwen3.5. Positions as the reader's."""
     from transformers import Qwen3_5TextConfig
 
+    turning = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     return Qwen3_5TextConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=64,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=2, head_dim=64,
+        linear_num_key_heads=heads, linear_num_value_heads=heads, linear_key_head_dim=64,
         linear_value_head_dim=64, max_position_embeddings=4096, tie_word_embeddings=True,
-        pad_token_id=0, bos_token_id=None, eos_token_id=3,
+        pad_token_id=0, bos_token_id=None, eos_token_id=3, rope_parameters=turning,
     )  # fmt: skip
 
 
@@ -51,6 +53,46 @@ def new_model(config: Any, seed: int) -> Any:
             weight.data.copy_(step + torch.log(-torch.expm1(-step)))
         elif name.endswith("A_log"):
             weight.data.copy_(torch.empty_like(weight).uniform_(1, 8).log())
+    return model
+
+
+@torch.no_grad()
+def model_of_reader(folder: Path, seed: int) -> Any:
+    """A model that begins with the weights of a trained reader: its embeddings, norms and MLPs, and in
+    every mixer its projections of queries, keys, values and outputs. Gates, convolutions, decays and
+    steps are new, so that a reader of attention alone becomes a hybrid within minutes (Wang et al.,
+    2024, arXiv 2408.15237, begin alike)."""
+    from ragcache.models.reader import read_reader
+
+    reader, _ = read_reader(folder)
+    given, size = {name: w.float() for name, w in reader.state_dict().items()}, reader.config
+    heads, width = size.num_attention_heads, size.head_dim
+    assert (size.num_key_value_heads, width, 4 * size.intermediate_size) == (2, 64, 11 * size.hidden_size)
+    model = new_model(config_of(size.vocab_size, size.hidden_size, size.num_hidden_layers, heads), seed)
+    model.model.embed_tokens.weight.copy_(given["model.embed_tokens.weight"])
+    model.model.norm.weight.copy_(given["model.norm.weight"] - 1)  # Qwen's factors are 1 + weight
+    for number, layer in enumerate(model.model.layers):
+        own = {name.removeprefix(f"model.layers.{number}."): w for name, w in given.items()}
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(layer.mlp, name).weight.copy_(own[f"mlp.{name}.weight"])
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            getattr(layer, name).weight.copy_(own[f"{name}.weight"] - 1)
+        query, key, value, out = (own[f"self_attn.{name}_proj.weight"] for name in "qkvo")
+        if hasattr(layer, "self_attn"):
+            attention = layer.self_attn
+            gates = torch.zeros_like(query).unflatten(0, (heads, width))  # of one half
+            attention.q_proj.weight.copy_(
+                torch.cat([query.unflatten(0, (heads, width)), gates], 1).flatten(0, 1)
+            )
+            attention.k_proj.weight.copy_(key)
+            attention.v_proj.weight.copy_(value)
+            attention.o_proj.weight.copy_(2 * out)
+        else:
+            mixer = layer.linear_attn
+            each = [x.unflatten(0, (2, width)).repeat_interleave(heads // 2, 0) for x in (key, value)]
+            mixer.in_proj_qkv.weight.copy_(torch.cat([query, *(x.flatten(0, 1) for x in each)]))
+            mixer.conv1d.weight[..., -1] = 1.0
+            mixer.out_proj.weight.copy_(out)
     return model
 
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from hybrid_model import Mode, Pieces, config_of, forward, new_model
+from hybrid_model import Mode, Pieces, config_of, forward, model_of_reader, new_model
 from optimization import Clock, Run, make_optimizers, set_rate
 from samples import PREAMBLE
 from train import DOCUMENT_SHARE, DOCUMENT_WEIGHT, QUESTION_WEIGHT, schedule
@@ -179,7 +179,11 @@ def train(arguments: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
     preamble = torch.tensor([tokenizer.encode(PREAMBLE).ids], device=DEVICE)
     config = config_of(tokenizer.get_vocab_size(), arguments.hidden, arguments.layers)
-    model = new_model(config, arguments.seed).float().to(DEVICE)
+    if arguments.start_from is None:
+        model = new_model(config, arguments.seed)
+    else:
+        model = model_of_reader(arguments.start_from, arguments.seed)
+    model = model.float().to(DEVICE)
     steppers = make_optimizers(model, arguments.lr, "muon")
     rng, clock = random.Random(arguments.seed), Clock(arguments.minutes, arguments.steps)
     log, tokens = (arguments.out / "log.jsonl").open("a"), 0
@@ -220,6 +224,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--contexts", type=Path, required=True, help="folder of hybrid_samples.py")
     parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parent.parent / "ragcache" / "reader")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--start-from", type=Path, help="folder of a reader whose weights are taken")
     parser.add_argument("--composed", type=float, default=0.0, help="share of the steps")
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--steps", type=int, default=0, help="stop after so many, whatever the time")
