@@ -22,7 +22,7 @@ def models_table() -> str:
         moves = "no" if family.positions in (LEARNED, NORMED_LATER) else "yes"
         device = "kernels" if family.kernels else "the definition"
         if family.recurrent:
-            moves, device = "composes", "the definition"
+            moves = "composes"
         positions = f"{family.positions}; {family.recurrent}".removesuffix("; ")
         rows.append(f"| `{model_type}` | {positions} | {moves} | {device} |")
     return "\n".join(rows) + "\n"

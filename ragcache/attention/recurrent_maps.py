@@ -93,8 +93,12 @@ class StateUpdate:
         """
         change = self.right
         if self.weights is not None:
-            change = self.weights @ state
-            change[..., -self.right.shape[-1] :] += self.right
+            width = self.right.shape[-1]
+            if width == state.shape[-1]:
+                change = torch.baddbmm(self.right, self.weights, state)
+            else:
+                change = self.weights @ state
+                change[..., -width:] += self.right
         return torch.mul(self.decay, state, out=out).baddbmm_(self.left, change)
 
 

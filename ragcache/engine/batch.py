@@ -73,6 +73,17 @@ class ScheduledChunk:
         return [*rows, *range(end - 1 - self.drafted, end)] if self.wants_logits else rows
 
 
+def await_segments(chunks: Sequence[ScheduledChunk], device: torch.device) -> None:
+    """Make the current stream wait for segments that are still being copied to the device."""
+    if device.type != "cuda":
+        return
+    stream = torch.cuda.current_stream(device)
+    for chunk in chunks:
+        for segment in chunk.segments:
+            if segment.states.arrival is not None:
+                segment.states.arrival.wait(stream)
+
+
 @dataclass(slots=True)
 class SharedPrefixGroup:
     """Contiguous states [L, Hkv, S, D], and the rows that read them."""

@@ -417,6 +417,7 @@ class EngineCore:
             count = output.tokens.get(sequence.number, 0)
             count = min(count, len(sequence.tokens) - sequence.computed)
             count = min(count, sequence.most_tokens(scored))
+            count = self.kv_manager.limit_tokens(sequence, count)
             if count:
                 self.kv_manager.allocate_slots(sequence, count)
                 chunk = sequence.next_chunk(count)

@@ -76,7 +76,7 @@ ENTRIES_PER_ROW = 6
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class _StepAttention:
+class StepAttention:
     """The attention of the step that is being launched or captured (`DeviceStep`)."""
 
     kernels: TritonKernels
@@ -179,7 +179,7 @@ class DeviceModelRunner:
         self._eager_tables = AttentionTables(capacity, self.device)
         self._kernels = self._new_kernels(GRAPH_CAPACITY.entries)
         self._eager_kernels = self._new_kernels(capacity.entries)
-        self._step = _StepAttention(self._kernels, self._tables)
+        self._step = self._new_step()
         self._metadata = OperatorMetadata(register_step(self._step), model.softcap)
         self._buckets = {
             kind: [_Bucket(kind, rows) for rows in sizes] for kind, sizes in BUCKETS.items()
@@ -200,6 +200,9 @@ class DeviceModelRunner:
             block_rows=self._kernels.block_rows,
         )
         return pool
+
+    def create_slots(self, count: int) -> None:
+        """See `ModelRunner.create_slots`. Models without recurrent layers have none."""
 
     def create_sampler(self) -> Sampler:
         return Sampler(self.device, kernels=self.stream is not None)
@@ -420,6 +423,10 @@ class DeviceModelRunner:
                 self._metadata,
             )
         )
+
+    def _new_step(self) -> StepAttention:
+        """Create the operators of the steps."""
+        return StepAttention(self._kernels, self._tables)
 
     def _empty_tables(self, tables: AttentionTables) -> None:
         """Lay out a step that reads and writes nothing."""

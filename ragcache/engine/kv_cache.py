@@ -541,7 +541,7 @@ class BlockTable:
         self.length = len(self.positions)
 
     def append(self, position: int) -> None:
-        """Count one token as `advance` does, more quickly. For tables without recurrent states."""
+        """Count one token as `advance` does, more quickly."""
         self.positions.append(position)
         self.length += 1
 

@@ -20,6 +20,10 @@ ANSWER_AHEAD = 256
 SNAPSHOTS_PER_SEQUENCE = 4
 """Snapshots of recurrent states that are kept for each running sequence, if memory allows."""
 
+SPARE_SLOTS = 8
+"""Slots of recurrent states beside these and one for each running sequence, whose states behind a
+block are taken before an older snapshot is dropped."""
+
 
 class KVCacheManager:
     """Allocates the blocks of sequences and frees them.
@@ -97,6 +101,10 @@ class KVCacheManager:
         assert blocks is not None
         private.block_ids += blocks
 
+    def limit_tokens(self, sequence: Sequence, tokens: int) -> int:  # noqa: ARG002
+        """Return how many of the next tokens of a sequence one step can compute."""
+        return tokens
+
     def share_blocks(self, sequence: Sequence, end: int) -> bool:
         """Offer the blocks that the first `end` tokens fill, whose states are written, to other
         requests.
@@ -155,9 +163,20 @@ class HybridCacheManager(KVCacheManager):
     layers compose the documents of a prompt in the steps that compute the tokens behind them.
     """
 
-    def __init__(self, pool: BlockPool, radix_cache: SnapshotCache, ahead: int = 0) -> None:
+    def __init__(
+        self, pool: BlockPool, radix_cache: SnapshotCache, ahead: int = 0, *, slots: bool = False
+    ) -> None:
+        """`slots`: whether states are in slots, into which documents are composed before a step."""
         super().__init__(pool, radix_cache, ahead)
-        self.snapshots = radix_cache
+        self.snapshots, self._slots = radix_cache, slots
+
+    def limit_tokens(self, sequence: Sequence, tokens: int) -> int:
+        """See `KVCacheManager.limit_tokens`. States in slots are composed before a step."""
+        if not self._slots:
+            return tokens
+        assert isinstance(sequence.private, RecurrentTable)
+        before = sequence.private.tokens_before_documents()
+        return tokens if before is None else min(tokens, before)
 
     def admit_sequence(self, sequence: Sequence) -> int:
         """See `KVCacheManager.admit_sequence`."""
@@ -252,5 +271,6 @@ def create_cache_manager(
     pool = runner.create_pool(nbytes - states * each)
     retained = int(config.retained * pool.num_blocks)
     snapshots = SnapshotCache(pool.block_size, retained, max(1, states - 2 * running))
+    runner.create_slots(states + running + SPARE_SLOTS)
     config = replace(config, running=running, draft_tokens=0)
-    return HybridCacheManager(pool, snapshots, ahead), config
+    return HybridCacheManager(pool, snapshots, ahead, slots=runner.asynchronous), config

@@ -122,8 +122,30 @@ class RecurrentTable(BlockTable):
             done, before = length, after
         return runs
 
+    def step(self) -> tuple[RecurrentSnapshot, RecurrentSnapshot]:
+        """The states before and behind the next token, in a step of one token."""
+        assert self.states is not None
+        after = RecurrentSnapshot()
+        self._launched, self._composing = [(self.length + 1, after)], None
+        return self.states, after
+
+    def tokens_before_documents(self) -> int | None:
+        """Number of tokens before the next documents that stand behind a further token."""
+        return min(
+            (t - self.length for t in self._documents.before if t > self.length), default=None
+        )
+
+    def append(self, position: int) -> None:
+        """See `BlockTable.append`."""
+        super().append(position)
+        self._take_over()
+
     def advance(self, positions: Sequence[int]) -> None:
         super().advance(positions)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Take over the states of the step that was launched."""
         for length, states in self._launched:
             self.states = states
             if self._is_stop(length):

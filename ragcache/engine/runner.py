@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ragcache.engine.batch import BatchBuilder, ScheduledChunk
+from ragcache.engine.batch import BatchBuilder, ScheduledChunk, await_segments
 from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.kv_cache import BlockPool
 from ragcache.engine.sampler import Sampler
@@ -34,6 +34,10 @@ class ModelRunner(Protocol):
 
     def create_pool(self, nbytes: int) -> BlockPool:
         """Create the pool for the states of requests' own tokens, of at most `nbytes`."""
+
+    def create_slots(self, count: int) -> None:
+        """Create slots for recurrent states. A runner without slots makes states as it computes
+        them."""
 
     def create_sampler(self) -> Sampler:
         """Create a sampler for the logits of the runner's steps."""
@@ -90,6 +94,9 @@ class RaggedModelRunner:
     def create_pool(self, nbytes: int) -> BlockPool:
         return BlockPool.create(self.model, nbytes)
 
+    def create_slots(self, count: int) -> None:
+        """See `ModelRunner.create_slots`."""
+
     def create_sampler(self) -> Sampler:
         return Sampler(self.model.device)
 
@@ -102,17 +109,6 @@ class RaggedModelRunner:
 
     def warm_up(self) -> None:
         """Does nothing: no graphs are captured."""
-
-
-def await_segments(chunks: Sequence[ScheduledChunk], device: torch.device) -> None:
-    """Make the current stream wait for segments that are still being copied to the device."""
-    if device.type != "cuda":
-        return
-    stream = torch.cuda.current_stream(device)
-    for chunk in chunks:
-        for segment in chunk.segments:
-            if segment.states.arrival is not None:
-                segment.states.arrival.wait(stream)
 
 
 def runner_for(
@@ -132,7 +128,12 @@ def runner_for(
         except ImportError as error:  # Triton comes with torch's builds for CUDA
             logger.warning("the GPU computes slowly, without Triton's kernels: %s", error)
         else:
-            return DeviceModelRunner(model, prefill_tokens=prefill_tokens, int8_states=int8_states)
+            kind: type[DeviceModelRunner] = DeviceModelRunner
+            if model.recurrent_bytes:
+                from ragcache.engine.device_recurrent import HybridDeviceRunner
+
+                kind = HybridDeviceRunner
+            return kind(model, prefill_tokens=prefill_tokens, int8_states=int8_states)
     return RaggedModelRunner(model)
 
 

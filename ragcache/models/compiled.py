@@ -102,9 +102,9 @@ def no_recompiles() -> AbstractContextManager[Any]:
 def decoder_layers(causal: CausalLM) -> nn.ModuleList:
     """The list of the model's layers."""
     for module in causal.model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == causal.num_layers:
+        if isinstance(module, nn.ModuleList) and len(module) == causal.depth:
             return module
-    raise LookupError(f"no list of {causal.num_layers} layers in {type(causal.model).__name__}")
+    raise LookupError(f"no list of {causal.depth} layers in {type(causal.model).__name__}")
 
 
 def _around(
@@ -142,9 +142,9 @@ class CompiledForward:
 
 
 def through_operator(*args: Any, **kwargs: Any) -> bool:
-    """Whether a layer is called for a step whose attention goes through the operator."""
+    """Whether a layer is called for a step that goes through operators."""
     return any(
-        isinstance(each, SegmentCache) and isinstance(each.metadata, OperatorMetadata)
+        isinstance(each, SegmentCache) and each.through_operators
         for each in (*args, *kwargs.values())
     )
 
@@ -157,7 +157,9 @@ def in_inference(*_args: Any, **_kwargs: Any) -> bool:
 def _install(causal: CausalLM, backend: Backend) -> None:
     """Gives the modules that are compiled another forward."""
     layers = decoder_layers(causal)
-    _replace_forward([*layers], type(layers[0]).forward, backend, through_operator)
+    for kind in dict.fromkeys(map(type, layers)):
+        same = [each for each in layers if type(each) is kind]
+        _replace_forward(same, type(same[0]).forward, backend, through_operator)
     for module, forward in _around(causal, layers):
         _replace_forward([module], forward, backend, in_inference)
 
@@ -186,6 +188,21 @@ class _NoAttention:
     def attend(self, layer: int, query: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: ARG002
         batch, heads, rows, dim = query.shape
         return query.new_zeros(batch, rows, heads, dim)
+
+    def convolve(self, layer: int, inputs: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: ARG002
+        batch, channels, rows = inputs.shape
+        return inputs.new_zeros(batch, rows, channels)
+
+    def recur(
+        self,
+        layer: int,  # noqa: ARG002
+        query: Tensor,  # noqa: ARG002
+        key: Tensor,  # noqa: ARG002
+        value: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
+        return torch.zeros(value.shape, dtype=torch.float32, device=value.device)
 
 
 def _try_step(causal: CausalLM, rows: int) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,8 @@ def _update_inputs(arguments: Arguments) -> RecurrentInputs:
         }
     )
 
+
+Document = TypeVar("Document")
 
 _LAYERS_AT_ONCE = 3
 """Layers that a CPU composes at once: the inputs at their seams are few MiB, which caches hold."""
@@ -171,6 +173,30 @@ def compose_layers(
         maps = [_Document(each.part(layers), each.forgets[layers]) for each in documents]
         found += _compose(mixers[group], states[group], maps, both=both)
     return found
+
+
+def orders_of(
+    documents: Sequence[Document], *, begins: bool, both: bool
+) -> list[Sequence[Document]]:
+    """Return the orders over which the states behind documents are a mean.
+
+    Args:
+        documents: The documents, in the prompt's order.
+        begins: Whether the first document begins the text, and stays first.
+        both: Whether states are means over the order and its reverse.
+    """
+    first = documents[: int(begins)]
+    others = documents[len(first) :]
+    turned = both and len(others) > 1
+    return [documents, [*first, *others[::-1]]] if turned else [documents]
+
+
+def convolutions_of(mixers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None]:
+    """Return weights [R, channels, kernel] and biases [R, channels] of the mixers' convolutions."""
+    found = [_convolution(each) for each in mixers]
+    weights = torch.stack([each.weight[:, 0].detach() for each in found])
+    biases = [each.bias.detach() for each in found if each.bias is not None]
+    return weights, torch.stack(biases) if biases else None
 
 
 def _recording(
@@ -317,8 +343,7 @@ def _compose(
         found, documents = _behind(mixers, found, [documents[:1]]), documents[1:]
     if not documents:
         return found
-    orders = [documents, documents[::-1]] if both and len(documents) > 1 else [documents]
-    return _behind(mixers, found, orders)
+    return _behind(mixers, found, orders_of(documents, begins=False, both=both))
 
 
 def _behind(

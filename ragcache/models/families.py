@@ -19,6 +19,7 @@ from torch import nn
 from ragcache.attention import backend_for
 from ragcache.attention.layout import LayerHeads, StateLayout
 from ragcache.errors import UnsupportedModel
+from ragcache.models.flat_mixer import is_flat
 from ragcache.models.hf_patch import (
     patch_attention,
     patch_bloom,
@@ -49,7 +50,12 @@ from ragcache.models.properties import (
     layer_windows,
     refuse,
 )
-from ragcache.models.recurrent import HybridLM, LayerKinds, patch_recurrent
+from ragcache.models.recurrent import (
+    HybridLM,
+    LayerKinds,
+    patch_recurrent,
+    recurrent_mixers,
+)
 
 SOME_LAYERS, LEARNED = "rotary in some layers, none in others", "learned, so that nothing moves"
 NORMED_LATER = "rotary before a norm with weights, so that nothing moves"
@@ -78,7 +84,8 @@ def wrap_causal(model: Any) -> CausalLM:
     if not kinds.recurrent:
         return CausalLM(*args, kernels=family.kernels)
     patch_recurrent(model, kinds)
-    return HybridLM(*args, kinds=kinds, kernels=False)
+    kernels = family.kernels and all(map(is_flat, recurrent_mixers(model)))
+    return HybridLM(*args, kinds=kinds, kernels=kernels)
 
 
 def stack_rotary(model: Any) -> nn.Module:
@@ -441,6 +448,7 @@ for _family in (
         dimensions=_latent,
         patch=patch_latent,
         check=lambda config: check_hybrid(config, served=("kv_lora_rank",)),
+        kernels=False,
         positions="none, over a latent",
         recurrent="Kimi Delta Attention",
         tiny={"linear_num_heads": 2},

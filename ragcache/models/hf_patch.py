@@ -63,6 +63,11 @@ class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self.metadata = metadata
         self.backend = backend
 
+    @property
+    def through_operators(self) -> bool:
+        """Whether the layers of the step go through operators, and can be compiled."""
+        return isinstance(self.metadata, OperatorMetadata)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:

@@ -160,6 +160,11 @@ class CausalLM:
         return dtype
 
     @property
+    def depth(self) -> int:
+        """Number of layers, with or without keys and values."""
+        return self.num_layers
+
+    @property
     def kept_heads(self) -> int:
         """Key heads of kept states in main memory. More than `num_kv_heads` if several devices have
         a part of the heads each."""

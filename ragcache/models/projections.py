@@ -19,7 +19,12 @@ from ragcache.models.model import CausalLM
 
 Linear = nn.Linear | Fp8Linear
 
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
 """Names of linear layers that a module calls with the same input."""
 
 

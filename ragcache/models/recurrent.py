@@ -26,6 +26,7 @@ from ragcache.attention import AttentionBackend, AttentionMetadata
 from ragcache.attention.recurrent import RecurrentBatch, RecurrentRun
 from ragcache.attention.triton.operator import OperatorMetadata
 from ragcache.models.composition import compose_layers, is_affine, record_mixer
+from ragcache.models.flat_mixer import flat_forward, run_flat
 from ragcache.models.hf_patch import SegmentCache, cache_name, given_cache
 from ragcache.models.model import CausalLM, ForwardBatch
 from ragcache.states.recurrent import LayerMap, LayerState, RecurrentSnapshot, RecurrentStates
@@ -54,13 +55,16 @@ class LayerKinds:
 
 
 class HybridCache(SegmentCache):
-    """The cache of a step whose model has recurrent layers beside attention."""
+    """The cache of a step whose model has recurrent layers beside attention.
+
+    Without `recurrent` the operators of the step have the recurrent states (`flat_mixer`).
+    """
 
     def __init__(
         self,
         metadata: AttentionMetadata | OperatorMetadata,
         backend: AttentionBackend,
-        recurrent: RecurrentBatch,
+        recurrent: RecurrentBatch | None,
         kinds: LayerKinds,
         mixers: Sequence[nn.Module],
     ) -> None:
@@ -69,6 +73,11 @@ class HybridCache(SegmentCache):
         self._number = {layer: number for number, layer in enumerate(kinds.keys)}
         self._layers, self._mixers = kinds.recurrent, mixers
         self._composed: dict[RecurrentRun, dict[int, LayerState]] = {}
+
+    @property
+    def through_operators(self) -> bool:
+        """See `SegmentCache.through_operators`."""
+        return self.recurrent is None and super().through_operators
 
     def state_before(self, run: RecurrentRun, layer_idx: int) -> LayerState:
         """Return the state before the rows of a run, which a call over the rows may change.
@@ -177,6 +186,11 @@ class HybridLM(CausalLM):
         self.kinds = kinds
 
     @property
+    def depth(self) -> int:
+        """See `CausalLM.depth`."""
+        return int(self.model.config.num_hidden_layers)
+
+    @property
     def composes(self) -> bool:  # type: ignore[override]  # a number that the base knows
         """See `CausalLM`. False for recurrences that are not known to be affine."""
         return self._sizes.maps is not None
@@ -192,14 +206,21 @@ class HybridLM(CausalLM):
         maps = self._sizes.maps
         return None if maps is None else maps.to(self.states_dtype)
 
+    def layer_states(self) -> list[LayerState]:
+        """States of all recurrent layers behind some text, for their shapes and dtypes."""
+        hidden = torch.zeros(1, _WIDEST, self.hidden_size, dtype=self.dtype, device=self.device)
+        states = [LayerState() for _ in recurrent_mixers(self.model)]
+        with torch.inference_mode():
+            for module, state in zip(recurrent_mixers(self.model), states, strict=True):
+                _call_mixer(module, hidden, state)
+        return states
+
     @cached_property
     def _sizes(self) -> _RecurrentSizes:
         hidden = torch.zeros(1, _WIDEST, self.hidden_size, dtype=self.dtype, device=self.device)
         mixers = list(recurrent_mixers(self.model))
-        states, maps = [LayerState() for _ in mixers], list[LayerMap]()
+        states, maps = self.layer_states(), list[LayerMap]()
         with torch.inference_mode():
-            for module, state in zip(mixers, states, strict=True):
-                _call_mixer(module, hidden, state)
             if all(map(is_affine, mixers, states)):
                 for module in mixers:
                     call = partial(_call_mixer, module, hidden, LayerState())
@@ -214,7 +235,6 @@ class HybridLM(CausalLM):
 
     def _call(self, batch: ForwardBatch) -> Tensor:
         """See `CausalLM._call`."""
-        assert batch.recurrent is not None
         mixers = list(recurrent_mixers(self.model))
         cache = HybridCache(batch.metadata, self.backend, batch.recurrent, self.kinds, mixers)
         return self._call_with(batch, cache)
@@ -231,13 +251,16 @@ def recurrent_mixers(model: nn.Module) -> Iterator[nn.Module]:
 def patch_recurrent(model: Any, kinds: LayerKinds) -> None:
     """Make a model's mixers run request by request where the cache is a `HybridCache`, in place."""
     numbers = {layer: number for number, layer in enumerate(kinds.keys)}
-    mixers = list(recurrent_mixers(model))
+    mixers: list[Any] = list(recurrent_mixers(model))
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
         if isinstance(layer, int) and layer in numbers:
             module.ragcache_states_layer = numbers[layer]
-    for mixer in mixers:
+    for number, mixer in enumerate(mixers):
         mixer.forward = MethodType(run_by_request, mixer)
+        mixer.ragcache_states_layer = number
+        kind: Any = type(mixer)
+        mixer.ragcache_flat = flat_forward(kind)
 
 
 def run_by_request(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -246,6 +269,9 @@ def run_by_request(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
     if not isinstance(cache, HybridCache):
         out: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
         return out
+    if cache.recurrent is None:
+        assert isinstance(cache.metadata, OperatorMetadata)
+        return run_flat(module, hidden_states, cache.metadata.handle)
     batch, layer, found = cache.recurrent, module.layer_idx, []
     if batch.steps:
         before = [run.before.layers[layer] for run in batch.steps if run.before is not None]

@@ -36,6 +36,8 @@ class RecurrentSnapshot:
 
     layers: dict[int, LayerState] = field(default_factory=dict)
     """State of each recurrent layer, by the number of the layer in the model."""
+    slot: object = None
+    """Slot that has the states on a GPU, in place of `layers` (`SlotPool`)."""
 
     @property
     def nbytes(self) -> int:
@@ -48,6 +50,9 @@ class RecurrentSnapshot:
         Requests that decode together have states that are rows of one tensor, and a row keeps the
         whole tensor alive.
         """
+
+        if self.slot is not None:
+            return self
 
         def own(states: dict[int, Tensor]) -> dict[int, Tensor]:
             return {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import Protocol, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -38,6 +38,34 @@ class DeviceStep(Protocol):
         strides, the last of them 1. Returns [1, T, Hq, D], contiguous and new memory: what aliases
         an input is refused by PyTorch. May not wait for the device.
         """
+
+
+class RecurrentStep(DeviceStep, Protocol):
+    """Computes the recurrent layers, too, of a model that has some."""
+
+    def convolve(
+        self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool
+    ) -> Tensor:
+        """Convolves the rows of each request with the inputs before them.
+
+        inputs: [1, channels, T]; weight: [channels, kernel]; bias: [channels]. Returns
+        [1, T, channels], contiguous and new memory.
+        """
+
+    def recur(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        step: Tensor,
+        *,
+        delta: bool,
+        scale: float,
+    ) -> Tensor:
+        """Continues the recurrent state of each request by its rows. See `RecurrentKernels.recur`.
+        Returns float32 [1, T, H, dv], contiguous and new memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +112,44 @@ def attend(
 def _shape_attend(query: Tensor, *_others: object) -> Tensor:
     batch, heads, rows, dim = query.shape
     return query.new_empty(batch, rows, heads, dim)
+
+
+@torch.library.custom_op(
+    "ragcache::convolve", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,)
+)
+def convolve(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, layer: Tensor, handle: int
+) -> Tensor:
+    """`RecurrentStep.convolve` of the step with this handle. layer: 0-dim int64 on the CPU."""
+    step = cast("RecurrentStep", _steps[handle])
+    return step.convolve(int(layer), inputs, weight, bias, silu=silu)
+
+
+@convolve.register_fake
+def _shape_convolve(inputs: Tensor, *_others: object) -> Tensor:
+    batch, channels, rows = inputs.shape
+    return inputs.new_empty(batch, rows, channels)
+
+
+@torch.library.custom_op(
+    "ragcache::recur", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,)
+)
+def recur(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    step: Tensor,
+    delta: bool,
+    scale: float,
+    layer: Tensor,
+    handle: int,
+) -> Tensor:
+    """`RecurrentStep.recur` of the step with this handle. layer: 0-dim int64 on the CPU."""
+    live, inputs = cast("RecurrentStep", _steps[handle]), (query, key, value, decay, step)
+    return live.recur(int(layer), *inputs, delta=delta, scale=scale)
+
+
+@recur.register_fake
+def _shape_recur(query: Tensor, key: Tensor, value: Tensor, *_others: object) -> Tensor:  # noqa: ARG001
+    return torch.empty(value.shape, dtype=torch.float32, device=value.device)

@@ -132,7 +132,7 @@ class AttentionTables:
 
     def __init__(self, capacity: TableCapacity, device: torch.device | str) -> None:
         self.capacity, self.device = capacity, torch.device(device)
-        self._memory = _TableMemory(_sections(capacity), self.device)
+        self._memory = TableMemory(_sections(capacity), self.device)
         self.views = TableViews(**self._memory.views())
         master = np.zeros_like(self._memory.buffers[0])
         self._step_sections = self._memory.sections[-STEP_SECTIONS:]
@@ -203,7 +203,7 @@ class AttentionTables:
 
 
 @dataclass(frozen=True, slots=True)
-class _Section:
+class Section:
     """An array in memory that is counted in lines."""
 
     name: str
@@ -230,7 +230,7 @@ class _Section:
         return words.view(torch.int64 if self.wide else torch.int32).view(self.shape)
 
 
-def _sections(capacity: TableCapacity) -> list[_Section]:
+def _sections(capacity: TableCapacity) -> list[Section]:
     """Sections of the plan, then of the step."""
     entries, rows = (capacity.entries,), (capacity.rows,)
     shapes: list[tuple[str, tuple[int, ...], bool]] = [
@@ -245,33 +245,42 @@ def _sections(capacity: TableCapacity) -> list[_Section]:
         *((name, rows, False) for name in ("write_base", "write_slot", "tail_length")),
         ("pages", (capacity.rows, capacity.pages_per_row), False),
     ]
-    sections: list[_Section] = []
-    line = -(-2 * len(shapes) // LINE_WORDS)  # behind the places of sections
+    return place_sections(shapes)
+
+
+def place_sections(shapes: Sequence[tuple[str, tuple[int, ...], bool]]) -> list[Section]:
+    """Place arrays one after another, behind the places of all.
+
+    Args:
+        shapes: Name and shape of each array, and whether it has 64 bits.
+    """
+    sections: list[Section] = []
+    line = -(-2 * len(shapes) // LINE_WORDS)
     for name, shape, wide in shapes:
-        sections.append(_Section(name, shape, wide, line))
+        sections.append(Section(name, shape, wide, line))
         line += sections[-1].lines
     return sections
 
 
-def _host_arrays(sections: Sequence[_Section], memory: Int32s) -> dict[str, NDArray[Any]]:
-    """The sections, and `entry_fields`: four of them at once."""
+def _host_arrays(sections: Sequence[Section], memory: Int32s) -> dict[str, NDArray[Any]]:
+    """The sections, and `entry_fields`: four of them at once, if there are entries."""
     arrays = {each.name: each.array(memory) for each in sections}
-    first, last = (
-        next(each for each in sections if each.name == name)
-        for name in ("entry_row", "entry_origin")
-    )
+    found = {each.name: each for each in sections}
+    if "entry_row" not in found:
+        return arrays
+    first, last = found["entry_row"], found["entry_origin"]
     fields = memory[first.first_line : last.first_line + last.lines]
     return {**arrays, "entry_fields": fields.reshape(4, -1)}
 
 
-class _TableMemory:
+class TableMemory:
     """Sections in one device buffer, and the ring of host buffers that they are copied from.
 
     A buffer begins with the first line of every section, and the number of lines to copy. buffer:
     the host's that is open, [lines, words]. lines: to copy by the next upload.
     """
 
-    def __init__(self, sections: Sequence[_Section], device: torch.device) -> None:
+    def __init__(self, sections: Sequence[Section], device: torch.device) -> None:
         self.sections = sections
         self.lines = [0] * len(sections)
         pinned = device.type == "cuda"

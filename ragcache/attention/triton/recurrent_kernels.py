@@ -1,0 +1,321 @@
+"""Triton kernels of recurrent layers: a convolution and a recurrence over the rows of a step.
+
+The rows of a request are a *chain*: consecutive rows that continue one state. States are in slots
+of a pool. A chain reads the slot before its first row, and the state behind a row is written to the
+row's slot `keep`, if it has one. No slot is read and written in the same step. Programs therefore
+need no order, and a step that fails leaves the states from which it started.
+
+chain, int32 [chains, 4]: first row, row behind the last, slot of the state before (-1: none), 0.
+row_chain, int32 [rows]: chain of a row, -1 for padding. keep, int32 [rows]: slot, or -1.
+"""
+
+import triton
+import triton.language as tl
+
+TINY = tl.constexpr(1e-6)  # in the norms of queries and keys, as in transformers
+CHAIN = tl.constexpr(4)  # fields of a chain
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def convolve_kernel(
+    inputs,
+    channel_stride,
+    row_stride,
+    weight,
+    bias,
+    out,
+    out_stride,
+    windows,
+    slot_stride,
+    chain,
+    row_chain,
+    keep,
+    channels,
+    KERNEL: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The causal convolution of one row: inputs [channels, T], weight [channels, KERNEL], out
+    [T, channels].
+
+    windows [slots, channels, KERNEL]: the last inputs, the latest of them last. A chain without a
+    state begins with zeros. A row with a slot writes its own window there.
+    """
+    row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < channels
+    number = tl.load(row_chain + row)
+    if number < 0:
+        tl.store(out + row.to(tl.int64) * out_stride + at, tl.zeros((BLOCK,), tl.float32), inside)
+    else:
+        first = tl.load(chain + CHAIN * number)
+        before = tl.load(chain + CHAIN * number + 2)
+        behind = tl.load(keep + row)
+        total = tl.zeros((BLOCK,), tl.float32)
+        if BIAS:
+            total += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+        old = windows + before.to(tl.int64) * slot_stride + at * KERNEL
+        new = windows + behind.to(tl.int64) * slot_stride + at * KERNEL
+        for tap in tl.static_range(KERNEL):
+            token = row - (KERNEL - 1 - tap)
+            seen = token >= first
+            own = tl.load(
+                inputs + at * channel_stride + token.to(tl.int64) * row_stride,
+                mask=inside & seen,
+                other=0.0,
+            )
+            kept = tl.load(
+                old + KERNEL + token - first,
+                mask=inside & (token < first) & (before >= 0) & (token - first >= -KERNEL),
+                other=0.0,
+            )
+            found = tl.where(seen, own.to(tl.float32), kept.to(tl.float32))
+            total += found * tl.load(weight + at * KERNEL + tap, mask=inside, other=0.0).to(
+                tl.float32
+            )
+            tl.store(new + tap, found.to(windows.dtype.element_ty), mask=inside & (behind >= 0))
+        if SILU:
+            total = total / (1 + tl.exp(-total))
+        tl.store(
+            out + row.to(tl.int64) * out_stride + at, total.to(out.dtype.element_ty), mask=inside
+        )
+
+
+@triton.jit
+def recur_kernel(
+    query, query_row, query_head, key, key_row, key_head, value, value_row, value_head,
+    decay, decay_row, decay_head, step, step_row, step_head, out,
+    states, slot_stride, head_stride, chain, keep, heads, scale,
+    GROUP: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
+    KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr,
+    DELTA: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """The recurrence of one chain, head and block of BV values, token by token, in float32:
+
+        S <- exp(g) S,  v <- b (v - k^T S) or b v,  S <- S + k v^T,  out = scale q^T S
+
+    query, key [T, Hk, DK], value [T, H, DV], decay g [T, H] or [T, H, DK], step b [T, H];
+    out [T, H, DV] float32. states [slots, H, ...] float32, where element (k, v) of a head is at
+    k KEY_STRIDE + v VALUE_STRIDE. A key serves GROUP heads. DELTA: the delta rule, for which
+    queries and keys get length one.
+    """
+    number, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(chain + CHAIN * number)
+    end = tl.load(chain + CHAIN * number + 1)
+    if first < end:
+        before = tl.load(chain + CHAIN * number + 2)
+        keys = tl.arange(0, DKP)
+        values = tl.program_id(2) * BV + tl.arange(0, BV)
+        in_keys, in_values = keys < DK, values < DV
+        place = head * head_stride + keys[:, None] * KEY_STRIDE + values[None, :] * VALUE_STRIDE
+        inside = in_keys[:, None] & in_values[None, :]
+        state = tl.load(
+            states + before.to(tl.int64) * slot_stride + place,
+            mask=inside & (before >= 0),
+            other=0.0,
+        )
+        of_group = head // GROUP
+        for token in range(end - first):
+            at = (first + token).to(tl.int64)
+            k = tl.load(key + at * key_row + of_group * key_head + keys, mask=in_keys, other=0.0)
+            q = tl.load(
+                query + at * query_row + of_group * query_head + keys, mask=in_keys, other=0.0
+            )
+            v = tl.load(
+                value + at * value_row + head * value_head + values, mask=in_values, other=0.0
+            )
+            b = tl.load(step + at * step_row + head * step_head).to(tl.float32)
+            g = decay + at * decay_row + head * decay_head
+            k, q, v = k.to(tl.float32), q.to(tl.float32), v.to(tl.float32)
+            if DELTA:
+                k *= tl.rsqrt(tl.sum(k * k, 0) + TINY)
+                q *= tl.rsqrt(tl.sum(q * q, 0) + TINY)
+            if CHANNELS:
+                kept = tl.exp(tl.load(g + keys, mask=in_keys, other=0.0).to(tl.float32))
+                state *= kept[:, None]
+            else:
+                state *= tl.exp(tl.load(g).to(tl.float32))
+            if DELTA:
+                v -= tl.sum(state * k[:, None], 0)
+            state += k[:, None] * (v * b)[None, :]
+            found = tl.sum(state * q[:, None], 0) * scale
+            tl.store(out + (at * heads + head) * DV + values, found, mask=in_values)
+            behind = tl.load(keep + at)
+            if behind >= 0:
+                tl.store(states + behind.to(tl.int64) * slot_stride + place, state, mask=inside)
+
+
+@triton.jit
+def _at_seam(
+    tail,
+    first,
+    weight,
+    bias,
+    at,
+    inside,
+    has_tail,
+    TOKEN: tl.constexpr,
+    KERNEL: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The convolution of some channels at a document's first token number TOKEN. tail [channels,
+    KERNEL]: inputs before the document. first [channels, KERNEL - 1]: of its first tokens."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    if BIAS:
+        total += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    for tap in tl.static_range(KERNEL):
+        if TOKEN + tap < KERNEL - 1:
+            there = inside & has_tail
+            seen = tl.load(tail + at * KERNEL + TOKEN + tap + 1, mask=there, other=0.0)
+        else:
+            own = TOKEN + tap - KERNEL + 1
+            seen = tl.load(first + at * (KERNEL - 1) + own, mask=inside, other=0.0)
+        taps = tl.load(weight + at * KERNEL + tap, mask=inside, other=0.0)
+        total += seen.to(tl.float32) * taps.to(tl.float32)
+    if SILU:
+        total = total / (1 + tl.exp(-total))
+    return total
+
+
+@triton.jit
+def _dot(matrix, state):
+    if INTERPRETED:  # which multiplies the bits of bfloat16
+        return tl.dot(matrix.to(tl.float32), state.to(tl.float32))
+    return tl.dot(matrix, state)
+
+
+@triton.jit
+def _times(matrix, state, NARROW: tl.constexpr):
+    """matrix @ state in float32. A matrix in bfloat16 is multiplied by three parts of the state,
+    which together have its 24 bits, so that every product is exact."""
+    if NARROW:
+        high = state.to(tl.bfloat16)
+        rest = state - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        return _dot(matrix, high) + (_dot(matrix, middle) + _dot(matrix, low))
+    return tl.dot(matrix.to(tl.float32), state, input_precision="tf32x3")
+
+
+@triton.jit(do_not_specialize=["documents", "has_before"])
+def compose_kernel(
+    places,
+    documents,
+    state,
+    windows,
+    has_before,
+    out,
+    weight,
+    bias,
+    maps,
+    floats,
+    channels,
+    heads,
+    key_at,
+    value_at,
+    head_size,
+    ORDERS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DKP: tl.constexpr,
+    DV: tl.constexpr,
+    BV: tl.constexpr,
+    KEY_STRIDE: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
+    DELTA: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    NARROW: tl.constexpr,
+):
+    """The states behind documents, of one layer, head and block of BV values: the mean over ORDERS
+    orders.
+
+    places, int64 [ORDERS, documents, 6]: addresses of the documents' transition, increment, first,
+    last, decays and steps (`RecurrentStates`), the first four of the dtype of `maps`, the others
+    of `floats`. state, out: float32 [R, H, ...], before and behind; windows [R, channels, KERNEL]
+    before. weight [R, channels, KERNEL], bias [R, channels]. Keys of the convolution begin at
+    channel key_at, values at value_at. See `recur_kernel` for the other arguments.
+    """
+    layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    keys = tl.arange(0, DKP)
+    values = tl.program_id(2) * BV + tl.arange(0, BV)
+    in_keys, in_values = keys < DK, values < DV
+    inside = in_keys[:, None] & in_values[None, :]
+    place = (layer * heads + head) * head_size
+    place += keys[:, None] * KEY_STRIDE + values[None, :] * VALUE_STRIDE
+    of_keys = layer * channels + key_at + (head // GROUP) * DK + keys
+    of_values = layer * channels + value_at + head * DV + values
+    begin = tl.load(state + place, mask=inside & (has_before != 0), other=0.0)
+    mean = tl.zeros((DKP, BV), tl.float32)
+    element = tl.pointer_type(maps.dtype.element_ty)
+    number = tl.pointer_type(floats.dtype.element_ty)
+    for order in tl.static_range(ORDERS):
+        now = begin
+        tail = windows
+        has_tail = has_before != 0
+        for document in range(documents):
+            entry = places + (order * documents + document) * 6
+            transition = tl.multiple_of(tl.load(entry).to(element), 16)
+            increment = tl.multiple_of(tl.load(entry + 1).to(element), 16)
+            first = tl.load(entry + 2).to(element)
+            decays = tl.load(entry + 4).to(number)
+            steps = tl.load(entry + 5).to(number)
+            for token in tl.static_range(KERNEL - 1):
+                k = _at_seam(
+                    tail,
+                    first,
+                    weight,
+                    bias,
+                    of_keys,
+                    in_keys,
+                    has_tail,
+                    token,
+                    KERNEL,
+                    SILU,
+                    BIAS,
+                    DKP,
+                )
+                v = _at_seam(
+                    tail,
+                    first,
+                    weight,
+                    bias,
+                    of_values,
+                    in_values,
+                    has_tail,
+                    token,
+                    KERNEL,
+                    SILU,
+                    BIAS,
+                    BV,
+                )
+                at = (layer * heads + head) * (KERNEL - 1) + token
+                b = tl.load(steps + at)
+                if DELTA:
+                    k *= tl.rsqrt(tl.sum(k * k, 0) + TINY)
+                if CHANNELS:
+                    kept = tl.load(decays + at * DK + keys, mask=in_keys, other=0.0)
+                    now *= tl.exp(kept)[:, None]
+                else:
+                    now *= tl.exp(tl.load(decays + at))
+                if DELTA:
+                    v -= tl.sum(now * k[:, None], 0)
+                now += k[:, None] * (v * b)[None, :]
+            added = tl.load(increment + place, mask=inside, other=0.0).to(tl.float32)
+            if DELTA:
+                square = (layer * heads + head) * DK * DK + keys[:, None] * DK + keys[None, :]
+                both = in_keys[:, None] & in_keys[None, :]
+                matrix = tl.load(transition + square, mask=both, other=0.0)
+                now = _times(matrix, now, NARROW) + added
+            else:
+                now = now * tl.load(transition + layer * heads + head).to(tl.float32) + added
+            tail = tl.load(entry + 3).to(element)
+            has_tail = document >= 0
+        mean += now
+    tl.store(out + place, mean / ORDERS, mask=inside)

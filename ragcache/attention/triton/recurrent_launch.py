@@ -1,0 +1,376 @@
+"""Slots for the states of recurrent layers on a GPU, the tables of a step over them, and the launch
+of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from ragcache.attention.triton.launch import StepKind
+from ragcache.attention.triton.recurrent_kernels import (
+    compose_kernel,
+    convolve_kernel,
+    recur_kernel,
+)
+from ragcache.attention.triton.tables import (
+    LINE_BYTES,
+    LINE_WORDS,
+    TableMemory,
+    place_sections,
+)
+from ragcache.states.recurrent import LayerState, RecurrentStates
+
+CHAIN_WIDTH: Final = 4
+"""Fields of a chain (`recurrent_kernels`)."""
+
+COMPOSE_WARPS: Final = 4
+"""Warps of a program of the composition."""
+
+COMPOSED_VALUES: Final = 16
+"""Columns of a state that a program of the composition has."""
+
+CHANNELS_AT_ONCE: Final = 256
+"""Channels of a program of the convolution."""
+
+
+class RecurConfig(NamedTuple):
+    """Constants of the recurrence: columns of a state that a program has, and its warps."""
+
+    values: int
+    warps: int
+
+
+def choose_recur(kind: StepKind, chains: int) -> RecurConfig:
+    """Measured on an H200 for states of 128 x 128. Where each of many requests has one row, reading
+    and writing states takes the time. Where rows follow each other, one warp is quicker: no row
+    waits for a barrier."""
+    return RecurConfig(64, 4) if kind == "decode" and chains >= 16 else RecurConfig(16, 1)
+
+
+class StateSlot:
+    """A place for the states of all recurrent layers behind one text. Free again when nothing
+    references it: its readers were launched before its next writer."""
+
+    __slots__ = ("_free", "index")
+
+    def __init__(self, index: int, free: list[int]) -> None:
+        self.index, self._free = index, free
+
+    def __del__(self) -> None:
+        self._free.append(self.index)
+
+
+class SlotPool:
+    """Slots for recurrent states, allocated at once.
+
+    Attributes:
+        windows: Last inputs of the convolutions, [slots, R, channels, kernel].
+        states: Recurrent states, float32 [slots, R, H, ...]. Convolutions alone have none.
+    """
+
+    def __init__(self, layers: Sequence[LayerState], count: int) -> None:
+        """Create a pool.
+
+        Args:
+            layers: A state of each recurrent layer, for shapes and dtypes.
+            count: Number of slots.
+        """
+        first = layers[0]
+        window = first.convolution[0]
+        sizes = count, len(layers)
+        self.windows = window.new_empty(*sizes, *window.shape[1:])
+        self.states: Tensor | None = None
+        if first.recurrent:
+            state = first.recurrent[0]
+            self.states = state.new_empty(*sizes, *state.shape[1:], dtype=torch.float32)
+        self._free = list(range(count - 1, -1, -1))
+
+    def take(self) -> StateSlot:
+        """Take a free slot, whose content is not defined. Raises `torch.OutOfMemoryError`."""
+        if not self._free:
+            raise torch.OutOfMemoryError("no slot for recurrent states is free")
+        return StateSlot(self._free.pop(), self._free)
+
+    def layers(self, slot: StateSlot) -> list[LayerState]:
+        """The states in a slot, as views."""
+        windows = self.windows[slot.index][:, None].unbind(0)
+        if self.states is None:
+            return [LayerState({0: each}) for each in windows]
+        states = self.states[slot.index][:, None].unbind(0)
+        return [LayerState({0: w}, {0: s}) for w, s in zip(windows, states, strict=True)]
+
+    def write(self, slot: StateSlot, layers: Sequence[LayerState]) -> None:
+        """Copy the states of all recurrent layers into a slot."""
+        source = [tensor for each in layers for tensor in each.tensors()]
+        target = [tensor for each in self.layers(slot) for tensor in each.tensors()]
+        torch._foreach_copy_(target, source)
+
+
+class StateTables:
+    """The tables of one step over slots, at fixed addresses of a device.
+
+    Attributes:
+        chain: Chains, int32 [rows, 4] on the device.
+        row_chain: Chain of each row, int32 [rows].
+        keep: StateSlot for the state behind each row, int32 [rows].
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.rows = rows
+        sections = [
+            ("chain", (rows, CHAIN_WIDTH), False),
+            ("row_chain", (rows,), False),
+            ("keep", (rows,), False),
+        ]
+        self._memory = TableMemory(place_sections(sections), device)
+        views = self._memory.views()
+        self.chain, self.row_chain, self.keep = (views[name] for name, _, _ in sections)
+        self.row_chain.fill_(-1)
+        self.keep.fill_(-1)
+        self._filled = 0
+
+    def upload(
+        self, chains: Sequence[tuple[int, int, int]], keep: Sequence[tuple[int, int]], rows: int
+    ) -> None:
+        """Queue the upload of a step.
+
+        Args:
+            chains: First row, row behind the last, and slot before (-1: none), in order of rows
+                and without gaps between them.
+            keep: Rows, and the slots for the states behind them.
+            rows: Number of rows.
+        """
+        host = self._memory.open_host()
+        # whole lines are copied, so that the rows behind the last one are padding, too
+        filled = min(self.rows, -(-max(rows, self._filled) // LINE_WORDS) * LINE_WORDS)
+        host["chain"][:filled] = 0
+        host["row_chain"][:filled] = host["keep"][:filled] = -1
+        if chains:
+            placed = np.array(chains, dtype=np.int32)
+            host["chain"][: len(placed), :3] = placed
+            owners = np.arange(len(placed)).repeat(placed[:, 1] - placed[:, 0])
+            first = int(placed[0, 0])
+            host["row_chain"][first : first + len(owners)] = owners
+        if keep:
+            at, slots = np.array(keep, dtype=np.int32).T
+            host["keep"][at] = slots
+        self._memory.lines[:] = [
+            -(-each.nbytes * filled // (self.rows * LINE_BYTES)) for each in self._memory.sections
+        ]
+        self._memory.upload()
+        self._filled = rows
+
+
+class RecurrentKernels:
+    """Launches the kernels of one model's recurrent layers over the slots of a pool."""
+
+    def __init__(self, pool: SlotPool) -> None:
+        self.pool = pool
+
+    def convolve(
+        self,
+        tables: StateTables,
+        layer: int,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        silu: bool,
+    ) -> Tensor:
+        """Return the convolution of a step's rows, and write the windows behind some of them.
+
+        Args:
+            tables: The step's tables.
+            layer: Number of the recurrent layer.
+            inputs: [1, channels, T], with any strides.
+            weight: [channels, kernel].
+            bias: [channels], or None.
+            silu: Whether to apply SiLU to the result.
+
+        Returns:
+            [1, T, channels].
+        """
+        _, channels, rows = inputs.shape
+        out = inputs.new_empty(1, rows, channels)
+        windows = self.pool.windows[:, layer]
+        block = min(CHANNELS_AT_ONCE, triton.next_power_of_2(channels))
+        convolve_kernel[rows, triton.cdiv(channels, block)](
+            *(inputs, inputs.stride(1), inputs.stride(2), weight, weight if bias is None else bias),
+            *(out, out.stride(1), windows, windows.stride(0)),
+            *(tables.chain, tables.row_chain, tables.keep, channels),
+            KERNEL=weight.shape[-1],
+            SILU=silu,
+            BIAS=bias is not None,
+            BLOCK=block,
+            num_warps=4,
+        )
+        return out
+
+    def recur(
+        self,
+        tables: StateTables,
+        kind: StepKind,
+        chains: int,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        step: Tensor,
+        *,
+        delta: bool,
+        scale: float,
+    ) -> Tensor:
+        """Return the outputs of a recurrence, and write the states behind some rows.
+
+        Args:
+            tables: The step's tables.
+            kind: Of the step.
+            chains: The first chains, which are computed.
+            layer: Number of the recurrent layer.
+            query: [1, T, Hk, dk].
+            key: [1, T, Hk, dk].
+            value: [1, T, H, dv].
+            decay: Logarithms of decays, [1, T, H], or [1, T, H, dk].
+            step: Sizes of the steps, [1, T, H].
+            delta: Whether it is the delta rule, with queries and keys of length one.
+            scale: Factor of the outputs.
+
+        Returns:
+            [1, T, H, dv], float32.
+        """
+        _, rows, heads, width = value.shape
+        dim = key.shape[-1]
+        out = torch.empty(1, rows, heads, width, dtype=torch.float32, device=value.device)
+        assert self.pool.states is not None
+        states = self.pool.states[:, layer]
+        # a state space keeps its keys, the inputs B, in columns
+        inner = (states.stride(2), states.stride(3)) if delta else (1, states.stride(2))
+        config = choose_recur(kind, chains)
+        block = min(config.values, triton.next_power_of_2(width))
+        query, key, value, decay, step = (_dense_heads(x) for x in (query, key, value, decay, step))
+        strided = [part for each in (query, key, value, decay, step) for part in _strided(each)]
+        recur_kernel[chains, heads, triton.cdiv(width, block)](
+            *(*strided, out, states, states.stride(0), states.stride(1)),
+            *(tables.chain, tables.keep, heads, scale),
+            GROUP=heads // key.shape[2],
+            DK=dim,
+            DKP=triton.next_power_of_2(dim),
+            DV=width,
+            BV=block,
+            KEY_STRIDE=inner[0],
+            VALUE_STRIDE=inner[1],
+            DELTA=delta,
+            CHANNELS=decay.dim() == 4,
+            num_warps=config.warps,
+            num_stages=2,
+        )
+        return out
+
+
+def _dense_heads(tensor: Tensor) -> Tensor:
+    """A tensor [1, T, H, ...] whose last axis is dense, if it has one."""
+    return tensor if tensor.dim() == 3 or tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _strided(tensor: Tensor) -> tuple[Tensor, int, int]:
+    """A tensor [1, T, H, ...] with its strides of a row and of a head."""
+    return tensor, tensor.stride(1), tensor.stride(2)
+
+
+class Composer:
+    """Composes documents into slots by one kernel for all layers, documents and orders.
+
+    Args:
+        pool: The slots. Its layers have recurrent states.
+        weight: Weights of the convolutions, [R, channels, kernel].
+        bias: Their biases, [R, channels], or None.
+        delta: Whether the recurrence is the delta rule, or else a state space.
+        silu: Whether SiLU follows the convolution.
+    """
+
+    def __init__(
+        self, pool: SlotPool, weight: Tensor, bias: Tensor | None, *, delta: bool, silu: bool
+    ) -> None:
+        self.pool, self.weight, self.bias = pool, weight.contiguous(), bias
+        self.delta, self.silu = delta, silu
+
+    def fits(self, documents: Sequence[RecurrentStates]) -> bool:
+        """Tell whether the kernel composes documents: they are as long as the convolution, of the
+        dtype of the windows, and aligned."""
+        kernel = self.weight.shape[-1]
+        return all(
+            each.last.shape[-1] == kernel
+            and each.first.shape[-1] == kernel - 1
+            and each.last.dtype == self.pool.windows.dtype
+            and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in each.tensors().values())
+            for each in documents
+        )
+
+    def compose(
+        self,
+        orders: Sequence[Sequence[RecurrentStates]],
+        before: StateSlot | None,
+        into: StateSlot,
+    ) -> None:
+        """Write the states behind documents into a slot.
+
+        Args:
+            orders: The same documents in each order. The first order ends with the prompt's last
+                document, whose inputs the convolution sees.
+            before: The states before the documents. None begins a text.
+            into: The slot.
+        """
+        states, windows = self.pool.states, self.pool.windows
+        assert states is not None
+        first, source = orders[0][0], (into if before is None else before).index
+        heads, rows, columns = first.increment.shape[1:]
+        dim, width = (rows, columns) if self.delta else (columns, rows)
+        channels, kernel = self.weight.shape[1:]
+        keys = (channels - heads * width) // (2 * dim)  # heads of queries and keys
+        places = self._upload([_addresses(each) for order in orders for each in order])
+        bias = self.weight if self.bias is None else self.bias
+        compose_kernel[len(self.weight), heads, triton.cdiv(width, COMPOSED_VALUES)](
+            *(places, len(orders[0]), states[source], windows[source], int(before is not None)),
+            *(states[into.index], self.weight, bias, first.increment, first.decays),
+            channels,
+            heads,
+            keys * dim if self.delta else heads * width,
+            2 * keys * dim if self.delta else 0,
+            rows * columns,
+            ORDERS=len(orders),
+            GROUP=heads // keys,
+            DK=dim,
+            DKP=max(16, triton.next_power_of_2(dim)),
+            DV=width,
+            BV=COMPOSED_VALUES,
+            KEY_STRIDE=columns if self.delta else 1,
+            VALUE_STRIDE=1 if self.delta else columns,
+            DELTA=self.delta,
+            CHANNELS=first.decays.shape[-1] > 1,
+            KERNEL=kernel,
+            SILU=self.silu,
+            BIAS=self.bias is not None,
+            NARROW=first.increment.dtype == torch.bfloat16,
+            num_warps=COMPOSE_WARPS,
+            num_stages=1,
+        )
+        windows[into.index].copy_(orders[0][-1].last[:, 0])
+
+    def _upload(self, places: Sequence[Sequence[int]]) -> Tensor:
+        """Addresses on the device, without waiting for it."""
+        host = torch.tensor(places, dtype=torch.int64)
+        if self.pool.windows.is_cuda:
+            host = host.pin_memory()
+        return host.to(self.pool.windows.device, non_blocking=True)
+
+
+def _addresses(maps: RecurrentStates) -> list[int]:
+    """Addresses of the tensors of a document, as `compose_kernel` takes them."""
+    moved = maps.transition, maps.increment, maps.first, maps.last, maps.decays, maps.steps
+    return [each.data_ptr() for each in moved]

@@ -1,0 +1,102 @@
+"""Hybrid models on the runner of GPUs, with its kernels in Triton's interpreter, beside the runner
+of CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from ragcache.engine import (
+    Context,
+    EncodeJob,
+    EngineConfig,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Segment,
+    encode,
+)
+from ragcache.engine.runner import RaggedModelRunner
+from ragcache.models import CausalLM, wrap_causal
+from ragcache.models.hf_patch import number_layers
+from ragcache.modes import Compose
+from ragcache.states import KVStates
+from tests.interpreted import interpreted
+from tests.ragcache.engine.stepped_engine import SteppedCore, plain_context
+from tests.tiny_hybrids import HYBRIDS, tiny_hybrid
+from tests.tiny_models import random_tokens
+
+pytestmark = interpreted
+
+LENGTHS = (6, 2, 5)
+LATENT = ("kimi_linear", "bailing_hybrid")  # whose attention has no kernels
+FAMILIES = [name for name in HYBRIDS if name not in LATENT]
+
+
+def device_core(causal: CausalLM, running: int = 4) -> SteppedCore:
+    from ragcache.engine.device_recurrent import HybridDeviceRunner
+
+    return SteppedCore(HybridDeviceRunner(causal, prefill_tokens=64), config_of(causal, running))
+
+
+def config_of(causal: CausalLM, running: int = 4) -> EngineConfig:
+    nbytes = 2**19 + 12 * running * causal.recurrent_bytes
+    return EngineConfig(nbytes, running=running)
+
+
+class Encoded:
+    """A model with a preamble and documents behind it."""
+
+    def __init__(self, causal: CausalLM) -> None:
+        self.causal = causal
+        [self.root] = encode(causal, [EncodeJob(random_tokens(5, seed=1))])
+        before = Segment(self.root, 0)
+        jobs = [EncodeJob(random_tokens(n, seed=n), self.root.length, before) for n in LENGTHS]
+        self.documents: list[KVStates] = list(encode(causal, jobs))
+
+    def request(
+        self, order: Sequence[int], seed: int, compose: Compose = "order", **options: int
+    ) -> Request:
+        segments, at = [Segment(self.root, 0)], self.root.length
+        for number in order:
+            segments.append(Segment(self.documents[number], at))
+            at += self.documents[number].length
+        question = random_tokens(2 + seed % 3, seed=seed)
+        end = at + len(question)
+        context = Context(tuple(segments), tuple(question), tuple(range(at, end)), end, compose)
+        return Request(context, 3, sampling=SamplingParams(logprobs=1), tenant="a", **options)
+
+
+def tiny_causal(family: str) -> CausalLM:
+    causal = wrap_causal(tiny_hybrid(family))
+    number_layers(causal.model)
+    return causal
+
+
+def assert_same_answers(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        for mine, other in zip(ours.choices, theirs.choices, strict=True):
+            assert mine.token_ids == other.token_ids
+            for a, b in zip(mine.chosen, other.chosen, strict=True):
+                assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eager_layers")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_the_ragged_runner(family: str) -> None:
+    """Documents in both ways to compose, several answers to one prompt, and a prompt without
+    documents, which all run beside each other."""
+    causal = tiny_causal(family)
+    assert causal.kernels
+    encoded = Encoded(causal)
+    requests = [
+        encoded.request([1, 0], 4),
+        encoded.request([2, 0, 1], 5, "both"),
+        encoded.request([0], 6, n=2),
+        Request(plain_context(random_tokens(7, seed=9)), 3, sampling=SamplingParams(logprobs=1)),
+    ]
+    expected = SteppedCore(RaggedModelRunner(causal), config_of(causal)).run(*requests)
+    core = device_core(causal)
+    assert_same_answers(core.run(*requests), expected)
