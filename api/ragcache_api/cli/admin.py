@@ -418,7 +418,7 @@ def _check_model(model: LoadedModel) -> str:
     rows = min(EngineConfig().prefill_tokens, causal.window)
     most = causal.pass_bytes(rows, causal.window, logit_rows=1) / 2**20
     return (
-        f"{causal.num_layers} layers, window {causal.window} tokens, "
+        f"{causal.model.config.num_hidden_layers} layers, window {causal.window} tokens, "
         f"{causal.bytes_per_token:,} bytes of states a token; a pass of {rows:,} tokens takes at "
         f"most {most:,.0f} MiB in addition to weights and states"
     )
