@@ -1,12 +1,13 @@
 """Refusals of models by their calibrations, on built-in questions that these were not fitted on.
 
-    python benchmarks/refusals.py MODEL ... [--handbook 40] [--examples FOLDER] [--json FILE]
+    python benchmarks/refusals.py MODEL ... [--data DATA] [--examples FOLDER] [--json FILE]
 
 The built-in questions are asked once. Ten times, the calibration is fitted to the questions over
-one half of the documents, drawn, and judged on the other half, and the other way round. With
---handbook, the calibration of all questions is judged on so many of the example handbook, each with
-and without its document. With several models, the calibration of the others is judged on each
-model's answers, and the calibration of all is printed (`ragcache.answers.confidence.GENERAL`).
+one half of the documents, drawn, and judged on the other half, and the other way round. The
+calibration of all of them is judged on questions of the example handbook and, with --data, of XQuAD
+(DATA/xquad.en.json) and QED (DATA/qed.jsonl), each with and without its document. With several
+models, the calibration of the others is judged on each model's answers, and so is the calibration
+of all, which is printed (`ragcache.answers.confidence.GENERAL`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from harness import (
     print_figures,
     run_benchmark,
 )
-from quality import handbook_set
+from quality import handbook_set, load_set
+from wordings import drawn
 
 from ragcache import RagCache
 from ragcache.answers.confidence import Calibration, ConfidenceFeatures
@@ -46,17 +48,21 @@ from ragcache.calibration import (
 from ragcache.evaluation.builtin import builtin_dataset
 
 SPLITS = 10
+BUILT_IN = builtin_dataset().name
+OTHERS = ("xquad.en.json", "qed.jsonl")
 SHARES = ("refused_unanswerable", "refused_right", "refused_wrong")
 
 Examples = Mapping[str, Sequence[CalibrationExample]]
 
 
-def ask_sets(model: str, handbook: int, device: str, progress: Progress) -> Examples:
-    """Ask a model the built-in questions, and so many of the handbook's."""
-    sets = [builtin_dataset()]
+def ask_sets(
+    model: str, data: Path | None, count: int, device: str, progress: Progress
+) -> Examples:
+    """Ask a model the built-in questions, and so many of each other set."""
+    sets = [builtin_dataset(), drawn(handbook_set(), count)]
+    if data is not None:
+        sets += [drawn(load_set(data / name), count) for name in OTHERS]
     found: dict[str, list[CalibrationExample]] = {}
-    if handbook:
-        sets.append(handbook_set())
     with (
         tempfile.TemporaryDirectory() as folder,
         RagCache.open(folder, model, embedding="none", device=device) as rag,
@@ -64,8 +70,7 @@ def ask_sets(model: str, handbook: int, device: str, progress: Progress) -> Exam
         for each in sets:
             progress(f"{Path(model).name}: {each.name}")
             rag.ingest(each.name, each.documents)
-            questions = each.questions if each is sets[0] else each.sample(handbook).questions
-            found[each.name] = collect_examples(rag, each.name, questions, extractive=False)
+            found[each.name] = collect_examples(rag, each.name, each.questions, extractive=False)
     return found
 
 
@@ -111,38 +116,43 @@ def _judged_by(fitted: Calibration, examples: Sequence[CalibrationExample]) -> R
 
 
 def bench_refusals(asked: Mapping[str, Examples]) -> dict[str, Any]:
-    """The refusals of each model, by its own calibration and by the other models'.
+    """The refusals of each model, by its own calibration, by the other models' and by that of all.
 
     Args:
-        asked: Of each model, the examples of each set; `built-in` is one.
+        asked: Of each model, the examples of each set.
 
     Returns:
         rows, with the mean shares of refusals, and `general`, the calibration of all models.
     """
+    built_in = {model: found[BUILT_IN] for model, found in asked.items()}
+    general = fit_built_in(list(chain.from_iterable(built_in.values())))
     rows = []
     for model, found in asked.items():
-        own = fit_built_in(found["built-in"])
-        rows.append(_row(model, "built-in, held out", held_out(found["built-in"])))
-        rows += [_row(model, name, [_judged_by(own, each)]) for name, each in found.items()]
-        others = [each["built-in"] for name, each in asked.items() if name != model]
+        rows.append(_row(model, BUILT_IN, "own, held out", held_out(built_in[model])))
+        fits = {"own": fit_built_in(built_in[model])}
+        others = [each for name, each in built_in.items() if name != model]
         if others:
-            fitted = fit_built_in(list(chain.from_iterable(others)))
-            reports = {name: [_judged_by(fitted, each)] for name, each in found.items()}
-            rows += [_row(model, f"{name}, by others", each) for name, each in reports.items()]
-    every = list(chain.from_iterable(each["built-in"] for each in asked.values()))
-    return {"rows": rows, "general": fit_built_in(every).to_dict(), "machine": describe_machine()}
+            fits["others"] = fit_built_in(list(chain.from_iterable(others)))
+            fits["general"] = general
+        rows += [
+            _row(model, name, kind, [_judged_by(fitted, each)])
+            for kind, fitted in fits.items()
+            for name, each in found.items()
+        ]
+    return {"rows": rows, "general": general.to_dict(), "machine": describe_machine()}
 
 
-def _row(model: str, name: str, reports: Sequence[RefusalReport]) -> dict[str, Any]:
+def _row(model: str, name: str, kind: str, reports: Sequence[RefusalReport]) -> dict[str, Any]:
     first = reports[0]
     counts = {key: getattr(first, key) for key in ("answerable", "right", "unanswerable")}
     means = {share: fmean(getattr(each, share) for each in reports) for share in SHARES}
-    return {"model": model, "set": name, **counts, **means}
+    return {"model": model, "set": name, "calibration": kind, **counts, **means}
 
 
 def main(
     models: Annotated[list[str], typer.Argument(help="Names, folders or files of models.")],
-    handbook: Annotated[int, typer.Option(min=0, help="Questions of the handbook.")] = 0,
+    data: Annotated[Path | None, typer.Option(help="Folder of published sets.")] = None,
+    questions: Annotated[int, typer.Option(min=1, help="Questions of each other set.")] = 120,
     examples: Annotated[Path | None, typer.Option(help="Folder that keeps what was asked.")] = None,
     device: DeviceOption = "cpu",
     json_file: JsonFile = None,
@@ -153,7 +163,7 @@ def main(
         file = None if examples is None else examples / f"{Path(model).stem}.json"
         if file is not None and file.exists():
             return read_examples(file)
-        found = ask_sets(model, handbook, device, progress)
+        found = ask_sets(model, data, questions, device, progress)
         if file is not None:
             write_examples(file, found)
         return found
@@ -161,12 +171,19 @@ def main(
     result = run_benchmark(
         lambda progress: bench_refusals({Path(each).stem: ask(each, progress) for each in models})
     )
-    headers = ("set", "with an answer / right / without", "without: refused", "right:", "wrong:")
-    table = plain_table("model", *headers, left=2)
+    headers = (
+        "set",
+        "calibration",
+        "with an answer / right / without",
+        "without: refused",
+        "right:",
+        "wrong:",
+    )
+    table = plain_table("model", *headers, left=3)
     for row in result["rows"]:
         counts = f"{row['answerable']} / {row['right']} / {row['unanswerable']}"
         shares = [f"{100 * row[share]:.1f} %" for share in SHARES]
-        table.add_row(row["model"], row["set"], counts, *shares)
+        table.add_row(row["model"], row["set"], row["calibration"], counts, *shares)
     print_figures([table], result, json_file)
 
 

@@ -58,6 +58,10 @@ FALSE_REFUSALS = 0.05
 BUILT_IN_REFUSALS = 0.03
 """The same of a model's calibration: on questions that it was not fitted on, it refuses more."""
 
+ENOUGH = 0.88
+"""Share of built-in questions without an answer that a model's calibration refuses at most, since
+every refusal more loses right answers over other documents (ADR 99)."""
+
 BUILT_IN_FEATURES = ("free", "grounding")
 """Features of a model's calibration. Those of the search depend on the collection, and add nothing
 to these two on the built-in questions (ADR 74)."""
@@ -238,7 +242,10 @@ def _default_mode(rag: RagCache) -> ReuseMode:
 
 def fit_built_in(examples: Sequence[CalibrationExample]) -> Calibration:
     """Fit a model's calibration to the built-in questions. Raises as `fit_calibration` does."""
-    return fit_calibration(examples, BUILT_IN_REFUSALS, BUILT_IN_FEATURES)
+    fitted = fit_calibration(examples, BUILT_IN_REFUSALS, BUILT_IN_FEATURES)
+    known = [each for each in examples if each.confidence is not None and not each.answerable]
+    enough = np.quantile([fitted.confidence(each.evidence) for each in known], ENOUGH)
+    return replace(fitted, min_confidence=min(fitted.min_confidence, float(enough)))
 
 
 def calibrate_in_background(rag: RagCache) -> None:

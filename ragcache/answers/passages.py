@@ -18,6 +18,9 @@ from ragcache.db import ModuleRow
 from ragcache.documents.markdown import find_headings, find_tables, headings_above
 from ragcache.retrieval.bm25 import characters, terms
 
+PASSAGE_SHARE = 0.25
+"""Part of the question's words in `grounding` that a passage itself has to have (ADR 99)."""
+
 _NUMBER = re.compile(r"\d[\d.,:]*\d|\d")
 _ASSENT = frozenset("yes no ja nein oui non si sí sim 是 否 不 对".split())
 """Answers to questions that are answered by themselves."""
@@ -147,23 +150,33 @@ class LexicalSupport:
         """Return how far the documents say a free answer to the question, 0 to 1.
 
         Of each passage, the share of the words of one of the answer's sentences is multiplied by
-        the weighted share of the question's words. The highest product counts, times the share of
-        all words of the answer that any passage has. An answer without words has none.
+        the weighted share of the question's words: a quarter of it is of the passage, the rest of
+        its module. The highest product counts, times the share of all words of the answer that any
+        passage has. An answer without words has none.
         """
         total = sum(self.words.values())
         said = words_of(answer)
-        passages = [each for module in self.modules for each in passages_of(module)]
-        if not said or not total or not passages:
+        passages = [[*passages_of(module)] for module in self.modules]
+        whole = [frozenset[str]().union(*(each.words for each in found)) for found in passages]
+        if not said or not total or not any(passages):
             return None
         said -= _ASSENT
-        everywhere = frozenset[str]().union(*(each.words for each in passages))
         sentences = [words_of(answer[a:b]) - _ASSENT for a, b in pairwise(sentence_breaks(answer))]
         best = max(
-            _share(sentence, each.words) * self._weight(each.words) / total
-            for each in passages
+            _share(sentence, each.words) * asked / total
+            for found, words in zip(passages, whole, strict=True)
+            for each, asked in self._asked(found, words)
             for sentence in sentences
         )
-        return best * _share(said, everywhere)
+        return best * _share(said, frozenset[str]().union(*whole))
+
+    def _asked(
+        self, passages: Sequence[Passage], module: Set[str]
+    ) -> Iterator[tuple[Passage, float]]:
+        """Yield the passages of a module with the weight of the question's words around them."""
+        around = (1 - PASSAGE_SHARE) * self._weight(module)
+        for each in passages:
+            yield each, around + PASSAGE_SHARE * self._weight(each.words)
 
     def _weight(self, found: Set[str]) -> float:
         named = number_words()

@@ -14,12 +14,15 @@ from ragcache import RagCache, SourceDocument
 from ragcache.answers.confidence import GENERAL, ConfidenceFeatures
 from ragcache.calibration import (
     BUILT_IN,
+    BUILT_IN_REFUSALS,
+    ENOUGH,
     FEWEST,
     CalibrationExample,
     calibrate_in_background,
     calibrate_model,
     collect_examples,
     cross_validate,
+    fit_built_in,
     fit_calibration,
     judge,
     judge_by,
@@ -139,6 +142,23 @@ def answered_by(model: LoadedModel, folder: Path) -> Dataset:
         for number, (question, answer) in enumerate(zip(asked, said, strict=True))
     )
     return Dataset("boxes", "lines", questions, tuple(documents))
+
+
+@pytest.mark.parametrize(("distance", "enough"), [(0.1, False), (1.0, True)])
+def test_a_model_refuses_no_more_than_enough(distance: float, enough: bool) -> None:
+    known = []
+    for each in examples():
+        grounding = 1 + (each.evidence.free or 0.0) / 5 - (0.0 if each.right else distance)
+        evidence = ConfidenceFeatures(free=-1.0, grounding=grounding)
+        known.append(replace(each, evidence=evidence))
+    fitted = fit_built_in(known)
+    report = judge(judge_by(fitted, known), fitted.min_confidence)
+    if enough:
+        assert report.refused_unanswerable == pytest.approx(ENOUGH, abs=0.005)
+        assert report.refused_right < BUILT_IN_REFUSALS
+    else:
+        assert report.refused_right == pytest.approx(BUILT_IN_REFUSALS, abs=0.006)
+        assert report.refused_unanswerable < ENOUGH
 
 
 @pytest.mark.slow
