@@ -166,7 +166,7 @@ class DecodeAttention:
         made.set_plan(
             plan.build_plan(
                 reads, rows=self.rows, heads=self.heads, capacity=capacity, pool=pool,
-                programs=self.kernels.programs, block_rows=self.kernels.block_rows,
+                **self.kernels.shapes["decode"]._asdict(),
             )
         )  # fmt: skip
         step = made.step

@@ -3,9 +3,9 @@
     python benchmarks/gpu_planning.py --running 8,64,256
 
 The engine core schedules, plans and lays out steps as on a GPU, of the 8B's heads, and a runner
-takes the place of the device: its logits are there at once. Requests read 8 of 560 documents in
+takes the place of the device: its tokens are there at once. Requests read 8 of 560 documents in
 random order. Answers end and others join at the rate that keeps so many running. Times are
-processor time of the thread, with the CPU's sampler in place of the GPU's, while older objects are
+processor time of the thread, without the launches of kernels and graphs, while older objects are
 not collected, as in an engine of a GPU.
 """
 
@@ -27,6 +27,7 @@ from ragcache.bench.harness import LlamaShape, shaped_causal
 from ragcache.engine import EngineConfig, Request, assemble_context
 from ragcache.engine.core import AnswerChannel, EngineCore
 from ragcache.engine.device_runner import DeviceModelRunner
+from ragcache.engine.sampler import Sampler, SamplerState, _PendingTokens
 from ragcache.machine import describe_machine, frozen_heap
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
@@ -47,6 +48,21 @@ class PlanningSetting:
     steps: int = 200
 
 
+class GivenTokens(Sampler):
+    """Takes the same token for every row, where a GPU would launch a kernel."""
+
+    def launch(
+        self,
+        logits: Tensor,  # noqa: ARG002
+        states: Sequence[SamplerState],
+        *_: Any,
+        **__: Any,
+    ) -> _PendingTokens:
+        """Return the tokens, which are there."""
+        tokens = torch.ones(len(states), dtype=torch.int64)
+        return _PendingTokens(states, [tokens], None, tokens)
+
+
 class PlanningRunner(DeviceModelRunner):
     """Plans and uploads steps, and computes nothing."""
 
@@ -54,6 +70,10 @@ class PlanningRunner(DeviceModelRunner):
         super().__init__(model, graphs=False)
         self._logits = torch.zeros(1024, model.vocabulary)
         self._logits[:, 1] = 1.0
+
+    def create_sampler(self) -> Sampler:
+        """Return a sampler that computes nothing."""
+        return GivenTokens(self.device)
 
     def _prepare(self) -> None:
         """Leave the model as it is."""

@@ -12,7 +12,8 @@ An asynchronous runner computes a step while the host goes on. The core then wor
 4. Deliver the text of step n to callers, while the device computes.
 
 If an answer ends with step n, its row in step n + 1 is ignored. A plan that depends on the tokens
-of step n (preemption, for example) waits for them first.
+of step n (preemption, for example) waits for them first. While a question has a step for itself
+(`QuestionTurns`), the tokens of all answers become known: they are planned behind it one by one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from ragcache.engine.encoding import (
 from ragcache.engine.handle import RequestChannel, coalesced_wakeups
 from ragcache.engine.kv_cache import BlockPool
 from ragcache.engine.kv_cache_manager import create_cache_manager
-from ragcache.engine.launching import LaunchTimer
+from ragcache.engine.launching import LaunchTimer, QuestionTurns
 from ragcache.engine.pacing import StepPace
 from ragcache.engine.request import ComputedTokens, Request, RequestOutput, TokenDelta
 from ragcache.engine.runner import AsynchronousRunner, ModelRunner
@@ -107,6 +108,7 @@ class EngineCore:
         self._pace = None if bound is None else StepPace(bound / 1e3)
         self._accepted_at: float | None = None  # end of the step before the running one
         self._launch_timer = LaunchTimer()
+        self._question_turns = QuestionTurns()
 
     @property
     def pool(self) -> BlockPool:
@@ -136,9 +138,11 @@ class EngineCore:
     def seconds_to_spare(self) -> float:
         """Seconds for which the next step can wait for more requests, because one still runs."""
         step = self._launched
-        if step is None:
+        if step is None or not step.decoding:
             return 0.0
-        return self._launch_timer.seconds_left(self.clock() - self._begin_of(step))
+        beside = len(self._running) > len(step.sequences)
+        prompts = bool(beside or self._waiting or self._encode_queue)
+        return self._launch_timer.seconds_left(self.clock() - self._begin_of(step), prompts=prompts)
 
     def _begin_of(self, step: LaunchedStep) -> float:
         """The time from which the device computes a step, by the host's clock."""
@@ -175,7 +179,7 @@ class EngineCore:
         self._drop_gone(begin)
         last, step = self._launched, self._launch()
         if last is not None and step is not None:
-            self._launch_timer.observe_launch(step.launched_at - begin)
+            self._launch_timer.observe_launch(step.launched_at - begin, prompts=bool(step.work))
         accepted: list[Sequence] = []
         now = self._measured_at
         try:
@@ -183,9 +187,9 @@ class EngineCore:
                 accepted, now = self._accept(last)
                 if step is None and self.busy:
                     step = self._launch()
-                if any(each.generated == 1 for each in last.sequences[last.decoding :]):
-                    self._deliver(accepted, now)  # first tokens do not wait for the next sampling
-                    accepted = []
+                if first := [each for each in accepted if each.generated <= 1]:
+                    self._deliver(first, now)  # they wait neither for others nor for a sampling
+                    accepted = [each for each in accepted if each.generated > 1]
             if step is not None:
                 self._sample(step)
                 if self._ahead is None:
@@ -395,8 +399,13 @@ class EngineCore:
             now=now,
             decoding=batch.rows,
         )
-        beside += self._admit(output, now)
-        return self._with_encodings(self._work_of(beside, output))
+        admitted = self._admit(output, now)
+        work = self._work_of([*beside, *admitted], output)
+        alone = admitted and not beside and not self._encode_queue and self._pace is None
+        if alone and self._question_turns.take(batch.rows, sum(item.count for item in work), now):
+            self._forget_decoding()  # this step samples no token of an answer
+            return work
+        return self._with_encodings(work)
 
     def _limits(self, max_running: int, decoding: int) -> SchedulerConfig:
         """The scheduler's limits with at most so many running requests, of which some decode."""
@@ -562,7 +571,8 @@ class EngineCore:
         if self._last_timestamp is not None:
             idle = self._last_timestamp.elapsed_time(begin) / 1e3
             self.stats.idle += idle
-            self._launch_timer.observe_idle(idle)
+            if not step.work:  # a request that came late may hold up its own step
+                self._launch_timer.observe_idle(idle)
         self._last_timestamp = end
 
     def _share_blocks(self, step: LaunchedStep) -> None:

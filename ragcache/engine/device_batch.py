@@ -12,7 +12,7 @@ over a decode batch are planned on arrays, in which only the requests change tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, Literal
@@ -20,7 +20,14 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from ragcache.attention.triton.array_plan import ReadArrays, plan_arrays
-from ragcache.attention.triton.plan import AttentionPlan, HeadLayout, KVBase, build_plan
+from ragcache.attention.triton.plan import (
+    AttentionPlan,
+    HeadLayout,
+    ItemShape,
+    KVBase,
+    build_plan,
+    with_squares,
+)
 from ragcache.attention.triton.tables import AttentionTables, StepArrays
 from ragcache.engine.batch import Ints, ScheduledChunk
 from ragcache.engine.decode_batch import DecodeBatch
@@ -39,6 +46,13 @@ SHORT_PIECE, LONG_PIECE = 256, 1024
 
 FEW_SEGMENTS: Final = 24
 """Most requests and most segments of a step that is planned one by one, which is then quicker."""
+
+
+ITEM_SHAPES: Final[Mapping[str, ItemShape]] = {
+    "mixed": ItemShape(264, 64),
+    "decode": ItemShape(264, 64),
+}
+"""Shapes of items for two programs on each multiprocessor of an H200."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +114,7 @@ class DevicePlanner:
     """Plans the steps of one model and pool. Blocks of the pool are base 0 of the tables.
 
     `gapless`: positions within a run, and from a tail to its row, must be consecutive, as ALiBi and
-    sliding windows need. `programs` and `block_rows` go to `build_plan`.
+    sliding windows need. `shapes` are those of the kernels' items.
     """
 
     def __init__(
@@ -109,20 +123,20 @@ class DevicePlanner:
         heads: HeadLayout,
         *,
         gapless: bool = False,
-        programs: int = 264,
-        block_rows: int = 64,
+        shapes: Mapping[str, ItemShape] = ITEM_SHAPES,
     ) -> None:
         self.pool, self.heads, self.gapless = pool, heads, gapless
         self._pool_base = KVBase(pool.keys, pool.values)
         self._segments = SegmentPlanner(self._pool_base)
         self._blocks = BlockPlanner(self._pool_base, pool.block_size, gapless=gapless)
-        self.programs, self.block_rows = programs, block_rows
+        self.shapes = shapes
 
     def plan_batch(
         self,
         chunks: Sequence[ScheduledChunk],
         tables: AttentionTables,
         decoding: DecodeBatch,
+        square_rows: int = 0,
     ) -> DeviceBatch:
         """Set the plan of a step and fill its arrays, which are then to be uploaded. Raises
         `TableOverflow`, and changes nothing, if the tables are too small.
@@ -131,12 +145,15 @@ class DevicePlanner:
             chunks: Chunks of the step beside the decode batch.
             tables: The tables.
             decoding: The first rows of the step.
+            square_rows: Fewest new tokens of a chunk that are a square, in steps of few
+                chunks and segments. 0 makes no squares.
         """
-        segments = decoding.segments + sum(len(chunk.segments) for chunk in chunks)
+        segments = sum(len(chunk.segments) for chunk in chunks)
+        segments += decoding.segments if decoding.rows else 0
         few = max(segments, decoding.rows + len(chunks)) <= FEW_SEGMENTS
-        if few or self.gapless:
+        if decoding.rows and (few or self.gapless):
             chunks, decoding = [*decoding.chunks(), *chunks], DecodeBatch()
-        rows = StepRows.of(decoding, chunks)
+        rows = StepRows.of(decoding, chunks, square_rows if few else 0)
         plan, tails, hidden_from = self._plan(rows, tables, few=few)
         tables.set_plan(plan)
         tables.begin_step(rows.rows)
@@ -162,14 +179,16 @@ class DevicePlanner:
             "rows": rows.rows,
             "heads": self.heads,
             "capacity": tables.capacity,
-            "programs": self.programs,
-            "block_rows": self.block_rows,
             "min_keys": LONG_PIECE if rows.rows >= MANY_ROWS else SHORT_PIECE,
         }
         if few:
             reads, hidden_from = self._segments.reads(rows.placed)
             tails = self._blocks.reads(rows, reads)
-            return build_plan(reads, pool=self._pool_base, **options), tails, hidden_from
+            plan = build_plan(reads, pool=self._pool_base, **options | self._shape(tails))
+            spans = [(each.first_row, each.end_row) for each in rows.placed if each.square]
+            if spans:
+                plan = with_squares(plan, spans, tables.capacity)
+            return plan, tails, hidden_from
         arrays, hidden_from = self._segments.arrays(rows)
         if self.gapless:
             reads = []
@@ -177,7 +196,12 @@ class DevicePlanner:
             own = ReadArrays.of(reads, self._pool_base)
         else:
             own, tails = self._blocks.arrays(rows)
-        return plan_arrays(arrays.followed_by(own), **options), tails, hidden_from
+        plan = plan_arrays(arrays.followed_by(own), **options | self._shape(tails))
+        return plan, tails, hidden_from
+
+    def _shape(self, tails: Ints | None) -> dict[str, Any]:
+        """The shape of items of a step with or without tails."""
+        return self.shapes["mixed" if tails is None else "decode"]._asdict()
 
     def _put_tails(self, step: StepArrays, rows: StepRows, tails: Ints) -> None:
         size, count, blocks = self.pool.block_size, rows.decoding.rows, rows.decoding.blocks

@@ -198,7 +198,7 @@ class BlockPlanner:
                 self._append_contiguous(each, private, reads)
             else:
                 with_blocks.append(each)
-        blocks = _blocks_of(with_blocks, [-(-each.tokens // self._size) for each in with_blocks])
+        blocks = _blocks_of(with_blocks, [-(-each.read // self._size) for each in with_blocks])
         if _all_differ(blocks):
             self._append_runs(with_blocks, _own_runs(blocks), (), reads)
         else:
@@ -210,7 +210,10 @@ class BlockPlanner:
         self, placed: PlacedChunk, private: ContiguousKV, reads: list[KVRead]
     ) -> None:
         base = KVBase(private.keys, private.values)
-        self._append_parts(base, 0, placed, (0, placed.tokens), [placed], reads)
+        if placed.read:
+            self._append_parts(base, 0, placed, (0, placed.read), [placed], reads)
+        else:  # the step writes to the base
+            reads.append(KVRead(KVRun(base, 0, 0)))
 
     def _append_runs(
         self,
@@ -225,7 +228,7 @@ class BlockPlanner:
             readers = [own]
             if group >= len(placed):
                 readers = [placed[reader] for reader in groups[group - len(placed)]]
-            tokens = (number * size, min((number + length) * size, own.tokens))
+            tokens = (number * size, min((number + length) * size, own.read))
             self._append_parts(self._pool, block_id * size, own, tokens, readers, reads)
 
     def _append_parts(

@@ -25,6 +25,13 @@ class PlacedChunk:
     """Number of tokens before the new ones."""
     tokens: int
     """Number of tokens, with the new ones."""
+    square: bool = False
+    """Whether the new tokens read each other by a product of their own."""
+
+    @property
+    def read(self) -> int:
+        """Number of tokens that the items of the step read."""
+        return self.past if self.square else self.tokens
 
     def position(self, token: int) -> int:
         """Position of one of the request's own tokens."""
@@ -58,26 +65,23 @@ class StepRows:
     end_row: Ints
 
     @classmethod
-    def of(cls, decoding: DecodeBatch, chunks: Sequence[ScheduledChunk]) -> StepRows:
-        """Give each chunk its rows, behind the decode batch."""
-        own, rows = decoding.length, np.arange(decoding.rows)
-        if not chunks:
-            return cls(decoding, [], own, own + 1, rows, rows + 1)
+    def of(
+        cls, decoding: DecodeBatch, chunks: Sequence[ScheduledChunk], square_rows: int = 0
+    ) -> StepRows:
+        """Give each chunk its rows, behind the decode batch. Chunks of `square_rows` new tokens or
+        more are squares, unless it is 0."""
         placed, row = [], decoding.rows
         for chunk in chunks:
             length, new = chunk.private.length, len(chunk.position_ids)
-            placed.append(PlacedChunk(chunk, row, row + new, length, length + new))
+            square = 0 < square_rows <= new
+            placed.append(PlacedChunk(chunk, row, row + new, length, length + new, square))
             row += new
         sizes = [(each.past, each.tokens, each.first_row, each.end_row) for each in placed]
-        past, tokens, first_row, end_row = ints(sizes).T
-        return cls(
-            decoding,
-            placed,
-            np.concatenate([own, past]),
-            np.concatenate([own + 1, tokens]),
-            np.concatenate([rows, first_row]),
-            np.concatenate([rows + 1, end_row]),
-        )
+        arrays = ints(sizes).reshape(-1, 4).T
+        if decoding.rows:
+            own, rows = decoding.length, np.arange(decoding.rows)
+            arrays = np.concatenate([[own, own + 1, rows, rows + 1], arrays], axis=1)
+        return cls(decoding, placed, *arrays)
 
     @property
     def requests(self) -> int:

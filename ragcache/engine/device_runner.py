@@ -31,10 +31,13 @@ from ragcache.attention.triton.launch import RotationTables, StepKind, TritonKer
 from ragcache.attention.triton.operator import OperatorMetadata, register_step
 from ragcache.attention.triton.plan import (
     HeadLayout,
+    Square,
     TableCapacity,
     TableOverflow,
     build_plan,
 )
+from ragcache.attention.triton.squares import FEWEST_ROWS as SQUARE_ROWS
+from ragcache.attention.triton.squares import prepare_squares
 from ragcache.attention.triton.tables import AttentionTables
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.decode_batch import DecodeBatch
@@ -83,6 +86,7 @@ class StepAttention:
     tables: AttentionTables
     kind: StepKind = "mixed"
     arrivals: Sequence[Arrival] = ()
+    squares: Sequence[Square] = ()
     before_layer: Callable[[], None] | None = None
 
     def attend(
@@ -104,6 +108,7 @@ class StepAttention:
         self.kernels.attend(
             *(self.tables.views, self.kind, rows, layer, query[0], key[0], value[0], scale, out[0]),
             sinks=sinks,
+            squares=self.squares,
         )
         return out
 
@@ -186,6 +191,7 @@ class DeviceModelRunner:
         }
         self._planner: DevicePlanner | None = None
         self._prepared = False
+        self._square_rows = 0
         self._failures = 0
         self._last: DeviceLaunch | None = None
         self._segments: dict[int, _SegmentFacts] = {}  # of the last step, by identity
@@ -196,8 +202,7 @@ class DeviceModelRunner:
             pool,
             self._heads,
             gapless=self.model.by_position,
-            programs=self._kernels.programs,
-            block_rows=self._kernels.block_rows,
+            shapes=self._kernels.shapes,
         )
         return pool
 
@@ -246,7 +251,10 @@ class DeviceModelRunner:
         for bucket in self._buckets["mixed"]:
             if self._cuts and bucket.rows <= ROWS_BY_LAYER:
                 bucket.by_layer = self._capture(bucket, by_layer=True)
-        self._compute("mixed", self._eager_tables, self._eager_tables.capacity.rows, MOST_LOGITS)
+        most = self._eager_tables.capacity.rows
+        self._compute("mixed", self._eager_tables, most, MOST_LOGITS)
+        if self._square_rows:
+            prepare_squares(self._heads, self.model.dtype, self.device, most)
         logger.info("warmed up in %.1f s", time.perf_counter() - begin)
 
     def _plan(self, chunks: Sequence[ScheduledChunk], decoding: DecodeBatch) -> DeviceLaunch:
@@ -270,11 +278,13 @@ class DeviceModelRunner:
                 return launch(batch=batch, tables=self._tables, bucket=bucket)
         while True:
             try:
-                batch = self._planner.plan_batch(chunks, self._eager_tables, decoding)
+                tables = self._eager_tables
+                batch = self._planner.plan_batch(chunks, tables, decoding, self._square_rows)
             except TableOverflow as error:
                 self._grow_tables(error)
             else:
-                return launch(batch=batch, tables=self._eager_tables, bucket=None)
+                squares = batch.plan.squares
+                return launch(batch=batch, tables=tables, bucket=None, squares=squares)
 
     def _look_at_segments(self, chunks: Sequence[ScheduledChunk]) -> tuple[Arrival, ...]:
         """Return arrivals that are not complete yet, of states that chunks read. Creates the
@@ -312,11 +322,11 @@ class DeviceModelRunner:
             if launch.bucket is not None:
                 rows, wanted = launch.bucket.rows, launch.bucket.logit_rows
             rows = max(rows, FEWEST_ROWS)
-            self._step.arrivals = launch.arrivals
+            self._step.arrivals, self._step.squares = launch.arrivals, launch.squares
             try:
                 logits = self._compute(launch.batch.kind, launch.tables, rows, wanted)
             finally:  # memory may end; a capture must not wait for what arrived here
-                self._step.arrivals = ()
+                self._step.arrivals = self._step.squares = ()
         return logits[: launch.batch.logits]
 
     def _upload(self, launch: DeviceLaunch, previous: Tensor | None) -> None:  # noqa: ARG002
@@ -470,6 +480,8 @@ class DeviceModelRunner:
         tables = (self._tables, self._eager_tables)
         kernels = [self._new_kernels(each.capacity.entries, quantized=True) for each in tables]
         self._kernels, self._eager_kernels = kernels
+        if self._planner is not None:
+            self._planner.shapes = self._kernels.shapes
         self._quantized = True  # and not where memory has ended before
 
     def _finish_steps(self) -> None:
@@ -483,7 +495,16 @@ class DeviceModelRunner:
         if not self._prepared:
             with capture_lock:  # while another engine captures, nothing can be compiled or freed
                 prepare_for_device(self.model)
+                self._square_rows = self._try_squares()
             self._prepared = True
+
+    def _try_squares(self) -> int:
+        """Fewest new tokens of a chunk that are a square. 0 where none are."""
+        model = self.model
+        plain = not any(model.windows) and model.softcap is None and model.scheme.slopes is None
+        if not plain or model.ranks > 1:  # a follower knows tables only
+            return 0
+        return SQUARE_ROWS if prepare_squares(self._heads, model.dtype, self.device) else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -517,6 +538,8 @@ class DeviceLaunch:
     """Rows of the step before that sample the tokens of the decode batch."""
     version: int
     """Version of the decode batch."""
+    squares: Sequence[Square] = ()
+    """Squares of an eager step."""
 
     def repeats(self, decoding: DecodeBatch) -> bool:
         """Whether the next step has the same rows, if it computes no chunks."""

@@ -229,7 +229,8 @@ class LLMEngine:
         """
         self._check_process()
         self.checker.check_request(request)
-        give_workers_back()  # before the engine's thread computes
+        if self.stream is None:
+            give_workers_back()  # before the engine's thread computes
         channel = AnswerChannel(self._wake)
         now = time.perf_counter()
         with self._lock:

@@ -56,7 +56,7 @@ class RequestChannel(Generic[EventT, ResultT]):
         self._events: list[EventT] = []  # only grows, so that every reader sees all
         self._outcome: tuple[ResultT] | BaseException | None = None  # the result may be None
         self._waiters: list[Waiter] = []
-        self._lock = threading.RLock()  # reentrant: an iteration may be collected inside of `put`
+        self._lock = threading.RLock()  # reentrant: an iteration may be collected within
 
     @property
     def count(self) -> int:
@@ -86,11 +86,10 @@ class RequestChannel(Generic[EventT, ResultT]):
 
     def put(self, event: EventT) -> None:
         """Hand an event to the caller. Ignored once the request has ended."""
-        with self._lock:
-            if self._outcome is not None:
-                return
-            self._events.append(event)
-        if self._waiters:
+        if self._outcome is not None:
+            return
+        self._events.append(event)
+        if self._waiters:  # a waiter that comes later sees the event
             self._wake_ready()
 
     def mark_launched(self) -> None:
@@ -135,10 +134,8 @@ class RequestChannel(Generic[EventT, ResultT]):
     def add_waiter(self, waiter: Waiter) -> None:
         """Wake the waiter once it is ready, possibly at once."""
         with self._lock:
-            if not self._is_ready(waiter.seen):
-                self._waiters.append(waiter)
-                return
-        waiter.wake()
+            self._waiters.append(waiter)
+        self._wake_ready()  # `put` may not have seen it
 
     def remove_waiter(self, waiter: Waiter) -> None:
         """Remove a waiter."""

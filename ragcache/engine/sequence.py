@@ -285,7 +285,7 @@ class Sequence:
             if self.constraint.failure is not None:
                 return
         self.tokens.append(token)
-        generated = self.generated
+        generated = len(self.tokens) - self.prompt_length
         self.positions.append(request.context.next_position + generated - 1)
         if request.sampling.logprobs is not None:
             self.chosen.append(chosen)

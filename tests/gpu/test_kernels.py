@@ -17,6 +17,7 @@ from ragcache.attention.triton.plan import (
     TableCapacity,
     build_plan,
 )
+from ragcache.attention.triton.squares import attend_square, prepare_squares
 from ragcache.attention.triton.tables import AttentionTables, TableViews
 from tests.ragcache.attention.triton.steps import (
     LAYERS,
@@ -94,7 +95,7 @@ def test_attention_equals_its_definition(name: str, kind: str, dtype: torch.dtyp
     step = made(name, kind, dtype)
     before = step.pool[0].clone(), step.pool[1].clone()
     kernels = make_kernels(step, 4000)
-    found = attend(step, kernels, step.tables(kernels.block_rows, 200))
+    found = attend(step, kernels, step.tables(kernels.shapes[kind].block_rows, 200))
     assert error(step, found) < ALLOWED[dtype]
     assert written_as_given(step, before)
 
@@ -105,7 +106,7 @@ def test_replay_with_other_tables_equals_eager(name: str, kind: str) -> None:
     """A graph captured over one step's tables computes whatever they hold later."""
     step = made(name, kind, torch.bfloat16)
     kernels = make_kernels(step, 4000)
-    static = padded(step.tables(kernels.block_rows, 200))
+    static = padded(step.tables(kernels.shapes[kind].block_rows, 200))
     attend(step, kernels, static)  # compiles
     out = torch.empty_like(step.query.transpose(0, 1).contiguous())
     inputs = [step.query.clone(), step.key.clone(), step.value.clone()]
@@ -115,7 +116,7 @@ def test_replay_with_other_tables_equals_eager(name: str, kind: str) -> None:
         kernels.attend(static, kind, step.rows, 1, *inputs, step.scale, out)
     for seed in (1, 2, 3):
         other = made(name, kind, torch.bfloat16, seed)
-        tables = other.tables(kernels.block_rows, 100 * seed)
+        tables = other.tables(kernels.shapes[kind].block_rows, 100 * seed)
         pool = other.pool[0].clone(), other.pool[1].clone()
         for into, each in zip(inputs, (other.query, other.key, other.value), strict=True):
             into.copy_(each)
@@ -151,7 +152,7 @@ def copy_tables(into: TableViews, tables: TableViews) -> None:
 def test_nothing_waits_for_the_device() -> None:
     step = made("8x4x128", "mixed", torch.bfloat16)
     kernels = make_kernels(step, 4000)
-    tables = step.tables(kernels.block_rows, 200)
+    tables = step.tables(kernels.shapes["mixed"].block_rows, 200)
     attend(step, kernels, tables)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -184,8 +185,8 @@ def test_many_rows_of_the_real_tables(rows: int) -> None:
         KVRead(KVRun(KVBase(preamble[0], preamble[1]), 0, 64), [KVConsumer(0, rows)]),
     ]
     plan = build_plan(
-        reads, rows=rows, heads=heads, capacity=capacity, programs=kernels.programs,
-        block_rows=kernels.block_rows, min_keys=1024,
+        reads, rows=rows, heads=heads, capacity=capacity, min_keys=1024,
+        **kernels.shapes["mixed"]._asdict(),
     )  # fmt: skip
     tables.set_plan(plan)
     tables.step.write_slot[:] = range(rows)
@@ -200,3 +201,22 @@ def test_many_rows_of_the_real_tables(rows: int) -> None:
         torch.cat([preamble[1][1], value], 1)[None].float(), seen, enable_gqa=True,
     )[0].transpose(0, 1)  # fmt: skip
     assert float((out.float() - expected).norm() / expected.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("rows", [1024, 1500])
+@pytest.mark.parametrize("heads", [HeadLayout(8, 4, 128), HeadLayout(2, 7, 64)], ids=str)
+def test_squares_equal_the_definition(heads: HeadLayout, rows: int) -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("cuDNN has no attention for this GPU")
+    assert prepare_squares(heads, torch.bfloat16, torch.device("cuda"))
+    count, dim = heads.num_kv_heads, heads.head_dim
+
+    def drawn(number: int) -> Tensor:
+        size = rows, number, dim
+        return torch.randn(size, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
+
+    query, key, value = drawn(count * heads.group), drawn(count), drawn(count)
+    out, lse = attend_square(query, key, value, dim**-0.5)
+    expected = attend_square(query.cpu(), key.cpu(), value.cpu(), dim**-0.5)
+    torch.testing.assert_close(out.cpu(), expected[0], rtol=0.02, atol=0.02)
+    torch.testing.assert_close(lse.cpu(), expected[1], rtol=1e-3, atol=1e-3)

@@ -24,6 +24,7 @@ from ragcache.attention.triton.plan import (
     KVConsumer,
     KVRead,
     TableCapacity,
+    entries_by_row,
 )
 
 
@@ -157,8 +158,7 @@ def plan_arrays(
         items=items,
         entry_fields=entries,
         row_ptr=row_ptr,
-        # stable sorting of 16 bits is a radix sort
-        row_entries=(row.astype(np.uint16) if rows < 2**16 else row).argsort(kind="stable"),
+        row_entries=entries_by_row(row, rows),
     )
 
 

@@ -12,7 +12,7 @@ are (D, 1). A plan holds its addresses only: whoever plans a step keeps the tens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
@@ -68,6 +68,14 @@ class HeadLayout:
     group: int
     """Query heads that share one head of keys and values."""
     head_dim: int
+
+
+class ItemShape(NamedTuple):
+    """How a kind of step is cut into items: for so many programs, of so many lines of query,
+    entries times `HeadLayout.group`, at most."""
+
+    programs: int
+    block_rows: int
 
 
 class KVBase:
@@ -133,6 +141,15 @@ class KVRead:
     readers: list[KVConsumer] = field(default_factory=list)
 
 
+class Square(NamedTuple):
+    """New tokens that read each other by a product of their own (`attend_square`)."""
+
+    first_row: int
+    end_row: int
+    entry: int
+    """Entry of the first row's partial result. The others follow."""
+
+
 @dataclass(slots=True, eq=False)
 class AttentionPlan:
     """The arrays of `TableViews` up to `row_entries`, without their padding. Items of runs in eight
@@ -147,6 +164,8 @@ class AttentionPlan:
     entry_fields: Int32s
     row_ptr: Int32s
     row_entries: Int64s
+    squares: Sequence[Square] = ()
+    """Squares, whose entries no item has."""
 
     @property
     def entries(self) -> int:
@@ -210,8 +229,45 @@ def build_plan(
         items=np.array(items, dtype=np.int32).reshape(-1, ITEM_WIDTH),
         entry_fields=entries,
         row_ptr=row_ptr,
-        # stable sorting of 16 bits is a radix sort
-        row_entries=(row.astype(np.uint16) if rows < 2**16 else row).argsort(kind="stable"),
+        row_entries=entries_by_row(row, rows),
+    )
+
+
+def entries_by_row(row: Int32s, rows: int) -> Int64s:
+    """The section `row_entries`: entries in the order of their rows."""
+    # stable sorting of 16 bits is a radix sort
+    return (row.astype(np.uint16) if rows < 2**16 else row).argsort(kind="stable")
+
+
+def with_squares(
+    plan: AttentionPlan, spans: Sequence[tuple[int, int]], capacity: TableCapacity
+) -> AttentionPlan:
+    """Add an entry for each row of some squares.
+
+    Args:
+        plan: A plan in which the rows of the squares do not read each other.
+        spans: First and end row of each square.
+        capacity: The room of the tables.
+
+    Raises:
+        TableOverflow: There is no room for the entries.
+    """
+    squares, entry = list[Square](), plan.entries
+    for first, end in spans:
+        squares.append(Square(first, end, entry))
+        entry += end - first
+    capacity.check_room(plan.rows, len(plan.bases), len(plan.items), entry)
+    new = np.zeros((4, entry - plan.entries), dtype=np.int32)
+    new[0] = np.concatenate([np.arange(first, end) for first, end in spans])
+    fields = np.concatenate([plan.entry_fields, new], axis=1)
+    row_ptr = np.zeros(plan.rows + 1, dtype=np.int32)
+    np.cumsum(np.bincount(fields[0], minlength=plan.rows), out=row_ptr[1:])
+    return replace(
+        plan,
+        entry_fields=fields,
+        row_ptr=row_ptr,
+        row_entries=entries_by_row(fields[0], plan.rows),
+        squares=squares,
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -29,11 +30,14 @@ from ragcache.states.quantization import (
 )
 from ragcache.store.tiers.base import MemoryTier, check_budget
 from ragcache.store.tiers.ranks import CopyTensor, RankCopies, copy_tensor
-from ragcache.store.tiers.slabs import SLAB_BYTES, Extent, SlabPool, rounded
+from ragcache.store.tiers.slabs import Extent, SlabPool, rounded
 from ragcache.store.tiers.streams import downloading
 from ragcache.tiers import TIERS
 
 _PAGE, _LINE = 4096, 64  # bytes of a memory page and of a cache line
+
+SLAB_BYTES: Final = 1 << 28
+"""Size of a pinned slab. While CUDA registers memory, no thread launches anything."""
 
 Reserve: TypeAlias = Callable[[int], NDArray[np.uint8]]
 
@@ -227,6 +231,7 @@ def pinned_slab(
     block = reserve(size + _PAGE)
     begin = -block.ctypes.data % _PAGE
     address = block.ctypes.data + begin
+    ctypes.memset(address, 0, size)  # maps the pages, which would take most of the registration
     pin(address, size)
     weakref.finalize(block, unpin, address).atexit = False
     if ranks is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ragcache.engine import Context, EncodeJob, Request, Segment, encode
+from ragcache.engine import Context, EncodeJob, Request, Segment, encode, launching
 from ragcache.engine import core as core_module
 from ragcache.engine.encoding import StatesChannel
 from ragcache.engine.handle import RequestHandle
@@ -145,6 +145,29 @@ def test_a_first_token_is_delivered_before_the_next_is_sampled(
     assert handle.channel.count == 0
     core.drain()
     assert shown == [0, 1, 1], "later tokens are shown while the device computes"
+
+
+def test_first_tokens_come_before_tokens_of_other_answers(
+    causal: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "MOST_ANSWERS", 0)
+    core = delayed_core(causal)
+    handles = [core.submit(Request(plain_context(PROMPT), 12))]
+    for _ in range(4):
+        core.step()
+    handles.append(core.submit(Request(plain_context(PROMPT), 3)))
+    shown: list[list[int]] = []
+    sample = core._sample
+
+    def sampled(step: Any) -> None:
+        shown.append([handle.channel.count for handle in handles])
+        sample(step)
+
+    monkeypatch.setattr(core, "_sample", sampled)
+    core.drain()
+    first = next(at for at, (_, count) in enumerate(shown) if count == 1)
+    assert shown[first][0] == shown[first - 1][0] + 1, "the other token waits for the sampling"
+    assert [handle.channel.count for handle in handles] == [12, 3]
 
 
 def over_modules(causal: CausalLM, seed: int) -> Context:

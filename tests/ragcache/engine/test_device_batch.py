@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache.attention.triton.plan import HeadLayout, TableCapacity, TableOverflow
+from ragcache.attention.triton.plan import HeadLayout, ItemShape, TableCapacity, TableOverflow
 from ragcache.attention.triton.tables import AttentionTables
 from ragcache.engine import Context, Request, Segment, device_batch
 from ragcache.engine.batch import LONG_SPAN, ScheduledChunk
@@ -34,6 +34,7 @@ from tests.ragcache.attention.tabled_reads import (
 
 BLOCK_SIZE = 4
 HEADS = HeadLayout(num_kv_heads=1, group=2, head_dim=1)
+SHAPES = dict.fromkeys(("mixed", "decode"), ItemShape(4, 64))
 CAPACITY = TableCapacity(rows=64, entries=4096, items=2048, bases=32, pages_per_row=MAX_TAIL_BLOCKS)
 POOL = BlockPool(torch.zeros(1, 1, 2000, 1), torch.zeros(1, 1, 2000, 1), BLOCK_SIZE)
 _MODULE = KVStates(torch.zeros(1, 1, 9, 1), torch.zeros(1, 1, 9, 1), 3)
@@ -166,7 +167,7 @@ def new_tables() -> AttentionTables:
 def planned(
     chunks: Sequence[ScheduledChunk], tables: AttentionTables, *, gapless: bool = False
 ) -> DeviceBatch:
-    batch = DevicePlanner(POOL, HEADS, gapless=gapless, programs=4).plan_batch(
+    batch = DevicePlanner(POOL, HEADS, gapless=gapless, shapes=SHAPES).plan_batch(
         chunks, tables, DecodeBatch()
     )
     tables.upload()
@@ -342,7 +343,7 @@ def test_a_batch_that_changes_is_planned_as_one_that_is_new(
 ) -> None:
     """Its rows see what their chunks say, by the reads that a planner without a past makes."""
     drawn, tables = DrawnBatch(DrawnRequests(data.draw)), new_tables()
-    planner = DevicePlanner(POOL, HEADS, gapless=gapless, programs=4)
+    planner = DevicePlanner(POOL, HEADS, gapless=gapless, shapes=SHAPES)
     for _ in range(data.draw(st.integers(1, 8))):
         drawn.move_on()
         beside = drawn.beside()
@@ -366,7 +367,7 @@ def test_a_planner_follows_batches_that_it_sees_now_and_then(data: st.DataObject
     draw, tables = data.draw, new_tables()
     requests = DrawnRequests(draw)
     every = [DrawnBatch(requests), DrawnBatch(requests)]
-    planner = DevicePlanner(POOL, HEADS, programs=4)
+    planner = DevicePlanner(POOL, HEADS, shapes=SHAPES)
     for _ in range(draw(st.integers(1, 8))):
         drawn = draw(st.sampled_from(every))
         if draw(st.sampled_from([False, False, True])):
@@ -388,7 +389,7 @@ def test_a_planner_follows_batches_that_it_sees_now_and_then(data: st.DataObject
 def test_a_batch_that_stays_moves_on_without_a_plan(data: st.DataObject) -> None:
     drawn, tables = DrawnBatch(DrawnRequests(data.draw)), new_tables()
     drawn.batch.join([drawn.sequence() for _ in range(data.draw(st.integers(1, 4)))], 0)
-    planner, batch, version = DevicePlanner(POOL, HEADS, programs=4), None, 0
+    planner, batch, version = DevicePlanner(POOL, HEADS, shapes=SHAPES), None, 0
     for _ in range(12):
         for row in drawn.batch.full_rows():
             drawn.batch.tables[row].block_ids += drawn.requests.new_blocks(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -273,4 +274,37 @@ def test_answers_through_windows_are_those_of_the_definition(family: str) -> Non
         config = EngineConfig(2**19, step_tokens=5, prefill_tokens=5, running=4)
         requests = [request_over(states, (1, 0), WINDOW + 2), request_over(states, (2,), 3)]
         answers.append(SteppedCore(runner, config).run(*requests))
+    assert_same_answers(*answers)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eager_layers")
+def test_long_new_texts_attend_to_themselves_as_squares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks in a pool and in memory of their own, behind documents and behind earlier chunks."""
+    from ragcache.attention.triton import launch
+    from ragcache.engine import device_runner as module
+
+    causal = causal_of("llama")
+    expected_states = states_by(RaggedModelRunner(causal), causal)
+    small = dataclasses.replace(module.GRAPH_CAPACITY, rows=2)
+    sizes = list[int]()
+
+    def square(query: Any, *others: Any) -> Any:
+        sizes.append(query.shape[1])
+        return attend(query, *others)
+
+    attend = launch.attend_square
+    monkeypatch.setattr(launch, "attend_square", square)
+    monkeypatch.setattr(module.DeviceModelRunner, "_try_squares", lambda _: 3)
+    runner = device_runner(causal)
+    monkeypatch.setattr(module, "GRAPH_CAPACITY", small)  # steps of more rows have no graph
+    assert_same_states(states_by(runner, causal), expected_states)
+    assert sizes == [4, 5, 3], "a module of 2 tokens is no square"
+    answers = []
+    for each in (RaggedModelRunner(causal), runner):
+        core = SteppedCore(each, EngineConfig(2**19, running=4, prefill_tokens=5))
+        sizes.clear()
+        requests = [request_over(expected_states, (1, 0, 2, 2, 0, 1), 3)]
+        answers.append(core.run(*requests))
+    assert sizes == [5, 4], "9 tokens in two chunks"
     assert_same_answers(*answers)

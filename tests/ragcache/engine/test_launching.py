@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ragcache.engine import Request
-from ragcache.engine.launching import STEPS, LaunchTimer
+from ragcache.engine.launching import MOST_ANSWERS, PAUSE, STEPS, LaunchTimer, QuestionTurns
 from ragcache.models import CausalLM, wrap_causal
 from tests.ragcache.engine.delayed_runner import delayed_core
 from tests.ragcache.engine.stepped_engine import ManualClock, SteppedCore, core_of, plain_context
+from tests.ragcache.engine.test_core_ahead import runner_of
 from tests.tiny_models import random_tokens, tiny_model
 
 STEP = 0.010
@@ -42,6 +43,14 @@ def test_preparations_and_shorter_steps_leave_less_time() -> None:
     timer.observe_step(STEP / 2)
     assert timer.seconds_left(0.0) < before - 0.4 * STEP
     assert steady_timer(launch=STEP).seconds_left(0.0) == 0
+
+
+def test_preparations_count_by_the_kind_of_step() -> None:
+    timer = steady_timer()
+    before = timer.seconds_left(0.0)
+    timer.observe_launch(0.003, prompts=True)
+    assert timer.seconds_left(0.0) == before
+    assert timer.seconds_left(0.0, prompts=True) == pytest.approx(before - 0.002)
 
 
 def test_an_idle_device_makes_launches_earlier_for_a_while() -> None:
@@ -118,3 +127,34 @@ def test_steps_of_other_requests_are_not_expected_after_a_pause(causal: CausalLM
     stepped(core, clock, 2)
     assert [handle.done for handle in handles] == [True, False]
     assert core.seconds_to_spare() == 0
+
+
+def test_questions_have_turns_beside_few_answers_only() -> None:
+    turns = QuestionTurns()
+    assert not turns.take(0, 10, 1.0), "nothing else would be computed"
+    assert not turns.take(MOST_ANSWERS + 1, 10, 1.0)
+    assert not turns.take(3, 1000, 1.0)
+    assert turns.take(MOST_ANSWERS, 10, 1.0)
+    assert not turns.take(3, 10, 1.0 + 0.9 * PAUSE)
+    assert turns.take(3, 10, 1.0 + 1.1 * PAUSE)
+
+
+def test_answers_wait_for_a_question_once(causal: CausalLM) -> None:
+    """Answers go on behind it, each as alone."""
+    clock = ManualClock()
+    prompts = [plain_context(random_tokens(5 + n, seed=n)) for n in range(3)]
+    requests = [Request(context, 12) for context in prompts]
+    expected = [core_of(causal).run(each)[0].token_ids for each in requests]
+    core = late_core(causal, clock)
+    handles = [core.submit(each) for each in requests[:2]]
+    stepped(core, clock, 4)
+    handles.append(core.submit(requests[2]))
+    seen = list[tuple[int, int]]()
+    for _ in range(3):
+        stepped(core, clock, 1)
+        assert core._launched is not None
+        seen.append((core._launched.decoding, core._launched.rows))
+    assert seen == [(0, 7), (1, 3), (3, 3)], "the question, then everything"
+    core.drain()
+    assert runner_of(core).ahead == core.stats.steps - 1, "none waits for another one's tokens"
+    assert [handle.result().token_ids for handle in handles] == expected

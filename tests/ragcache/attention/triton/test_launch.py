@@ -85,7 +85,7 @@ def test_attention_equals_its_definition(name: str, kind: str) -> None:
     step = make_step(SCHEMES[name], kind, DOCUMENTS, REQUESTS[kind])
     before = step.pool[0].clone(), step.pool[1].clone()
     kernels = make_kernels(step)
-    found = attend(step, kernels, step.tables(kernels.block_rows))
+    found = attend(step, kernels, step.tables(kernels.shapes[kind].block_rows))
     assert error(step, found) < 1e-6
     assert written_as_given(step, before)
 
@@ -95,7 +95,7 @@ def test_attention_equals_its_definition(name: str, kind: str) -> None:
 def test_float16_is_as_exact_as_its_rounding(name: str, kind: str) -> None:
     step = make_step(SCHEMES[name], kind, DOCUMENTS, REQUESTS[kind], dtype=torch.float16)
     kernels = make_kernels(step)
-    assert error(step, attend(step, kernels, step.tables(kernels.block_rows))) < 1e-3
+    assert error(step, attend(step, kernels, step.tables(kernels.shapes[kind].block_rows))) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,15 @@ def test_float16_is_as_exact_as_its_rounding(name: str, kind: str) -> None:
 def test_cutting_runs_changes_nothing(piece: int) -> None:
     step = make_step(Scheme(window=70), "mixed", DOCUMENTS, REQUESTS["mixed"])
     kernels = make_kernels(step)
-    assert error(step, attend(step, kernels, step.tables(kernels.block_rows, piece))) < 1e-6
+    tables = step.tables(kernels.shapes["mixed"].block_rows, piece)
+    assert error(step, attend(step, kernels, tables)) < 1e-6
 
 
 def test_steps_without_requests_are_zeros() -> None:
     for kind in ("mixed", "decode"):
         step = make_step(Scheme(), kind, (), (), padding=3)
         kernels = make_kernels(step)
-        assert not attend(step, kernels, step.tables(kernels.block_rows)).any()
+        assert not attend(step, kernels, step.tables(kernels.shapes[kind].block_rows)).any()
 
 
 def planned(step: Step, block_rows: int) -> AttentionTables:
@@ -144,7 +145,7 @@ def planned(step: Step, block_rows: int) -> AttentionTables:
 def test_planned_steps_equal_the_definition(name: str, kind: str) -> None:
     step = make_step(SCHEMES[name], kind, DOCUMENTS, REQUESTS[kind], seed=5)
     kernels = make_kernels(step)
-    tables = planned(step, kernels.block_rows)
+    tables = planned(step, kernels.shapes[kind].block_rows)
     assert error(step, attend(step, kernels, tables.views)) < 1e-6
 
 

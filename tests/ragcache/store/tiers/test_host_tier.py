@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -136,6 +138,23 @@ def test_slabs_are_registered_on_demand(monkeypatch: pytest.MonkeyPatch) -> None
     host.delete(make_key(1))
     host.put(make_key(3), make_states(3, 990))
     assert len(pages.registered) == 3
+
+
+def test_pages_are_mapped_before_they_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registration would map them otherwise, and holds up every launch."""
+    reserved: list[Any] = []
+    seen = list[bool]()
+
+    def reserve(nbytes: int) -> Any:
+        reserved.append(np.full(nbytes, 7, np.uint8))
+        return reserved[-1]
+
+    monkeypatch.setattr(
+        host_module, "pin", lambda *_: seen.append(bool(reserved[-1][4096:8192].any()))
+    )
+    monkeypatch.setattr(host_module, "unpin", lambda _: None)
+    host_module.pinned_slab(3 * 4096, reserve=reserve)
+    assert seen == [False], "written over"
 
 
 def test_free_bytes_in_two_pieces_hold_no_larger_states(monkeypatch: pytest.MonkeyPatch) -> None:
