@@ -114,7 +114,7 @@ class DevicePlanner:
     """Plans the steps of one model and pool. Blocks of the pool are base 0 of the tables.
 
     `gapless`: positions within a run, and from a tail to its row, must be consecutive, as ALiBi and
-    sliding windows need. `shapes` are those of the kernels' items.
+    sliding windows need. `shapes`: of the kernels' items, by kind of step.
     """
 
     def __init__(
