@@ -170,8 +170,8 @@ class Collections:
             ConfigurationError: The text is blank, too long or no valid text.
 
         Example:
-            >>> meeting = "# Minutes\n\nPresent: Ida, Jon. The boats are painted in May."
-            >>> rag.collections.set_priming("handbook", meeting)
+            >>> minutes = "Minutes. Present: Ida and Jon. The boats are painted in May."
+            >>> rag.collections.set_priming("handbook", minutes)
             >>> rag.collections.set_priming("handbook", None)
         """
         check_priming(text)
