@@ -270,6 +270,9 @@ class CachePlan:
     """Bytes that each module keeps of the recurrent layers, in addition to its tokens."""
     module_limit: int = 0
     """Most tokens of a module by default on this model."""
+    states_per_module: int = 1
+    """Most states of a module in the model's default mode, of which `tiers` and `encode_s` count
+    one."""
 
     def sizes(self, tier: str) -> dict[str, TierSize]:
         """Return the sizes of the corpus in a tier of the plan by `kv_dtype`."""
@@ -342,6 +345,7 @@ def make_plan(
         int8=_measure_int8(model, progress),
         map_bytes=model.causal.map_bytes,
         module_limit=model.causal.module_limit(),
+        states_per_module=len(model.default_mode.encodings),
     )
 
 
@@ -497,6 +501,13 @@ def advise(plan: CachePlan) -> list[str]:
         f"{plan.measured.tokens_per_second:,.0f} tokens a second, as {plan.measured.modules} of "
         f"{plan.modules:,} modules took."
     )
+    if plan.states_per_module > 1:
+        advice.append(
+            f"A module that is read first in some prompts and later in others keeps "
+            f"{plan.states_per_module} states in this model's mode: bytes and encoding are at most "
+            f"{plan.states_per_module} times these. Questions encode the further states when they "
+            "first need them, and `ragcache warm` does so ahead."
+        )
     return advice
 
 

@@ -15,7 +15,7 @@ from ragcache.db import Catalog, Database
 from ragcache.engine import LLMEngine
 from ragcache.errors import ConfigurationError, NoDocuments, UnknownCollection
 from ragcache.models import CausalLM, LoadedModel, wrap_causal
-from ragcache.modes import ROOTED
+from ragcache.modes import PRIMED, ROOTED
 from ragcache.params import OpenConfig
 from ragcache.pipeline.gate_measurement import GateResult, measure_int8, measure_modes
 from ragcache.planning import (
@@ -92,6 +92,7 @@ def test_plan_separates_measured_and_extrapolated(
     assert plan.break_even_bandwidth == longest.nbytes["model"] / longest.compute_s
     assert 0 < plan.sizes("disk")["model"].share < 0.01
     assert not plan.sizes("device")
+    assert plan.states_per_module == len(quick_reader.default_mode.encodings)
 
 
 @pytest.mark.parametrize("given", [0, -3, "x", "1k"])
@@ -226,6 +227,13 @@ def test_advice_says_whether_caching_pays(
     advice = " ".join(advise(plan))
     assert re.search(said, advice)
     assert ("Modules of less than" in advice) == (even == 120.0)
+
+
+def test_advice_counts_the_states_of_the_default_mode() -> None:
+    plan = known_plan(0.1, 50.0, cold=True)
+    assert "states in this model's mode" not in " ".join(advise(plan))
+    both = replace(plan, states_per_module=len(PRIMED.encodings))
+    assert re.search("keeps 2 states in this model's mode: .* 2 times these", advise(both)[-1])
 
 
 @pytest.mark.parametrize(
