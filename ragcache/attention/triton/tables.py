@@ -321,8 +321,10 @@ class TableMemory:
         """The sections of the next upload, in memory that no copy reads any longer."""
         if not self._opened:
             self._at = (self._at + 1) % len(self._ring)
-            if self._copied and not self._copied[self._at].query():  # which keeps the interpreter
-                self._copied[self._at].synchronize()
+            if self._copied:
+                done = self._copied[self._at].query()  # type: ignore[no-untyped-call]
+                if not done:  # asking keeps the interpreter
+                    self._copied[self._at].synchronize()
             self._opened = True
         return self._arrays[self._at]
 
