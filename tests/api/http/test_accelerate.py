@@ -45,12 +45,11 @@ def test_a_key_without_recurring_texts_reads_none(
 
 
 @pytest.mark.slow
-def test_open_webui_reads_what_it_has_pasted_twice(
-    tmp_path: Path, quick_reader: LoadedModel
-) -> None:
+def test_open_webui_reads_what_it_has_pasted_twice(tmp_path: Path, reader: LoadedModel) -> None:
+    """Without a setting: the mode is measured, and not forced."""
     seen: Counter[str] = Counter()
     cached, repeated = [], []
-    with RagCache.open(tmp_path / "state", quick_reader, embedding="none", force_modes=True) as rag:
+    with RagCache.open(tmp_path / "state", reader, embedding="none", force_modes=False) as rag:
         client = client_of(rag)
         for line in TRACE.read_text(encoding="utf-8").splitlines():
             turn = json.loads(line)
@@ -59,9 +58,10 @@ def test_open_webui_reads_what_it_has_pasted_twice(
             rag.internals.shared.observing.submit(int).result()  # the user reads the answer
             cached.append(usage["prompt_tokens_details"]["cached_tokens"])
             known = [text for text in turn["chunks"] if seen[text] > 1]
-            repeated.append(sum(len(quick_reader.encode_untrusted(text)) for text in known))
+            repeated.append(sum(len(reader.encode_untrusted(text)) for text in known))
             seen.update(turn["chunks"])
         assert rag.collections.names() == []
+        assert [each.mode for each in rag.gate.results()] == ["rooted"]
     first = next(n for n, tokens in enumerate(repeated) if tokens)
     assert sum(cached[first:]) > 0.95 * sum(repeated) > 2000, "read from the third prompt on"
     assert sum(cached[20:]) > 2 * sum(cached[:10])
