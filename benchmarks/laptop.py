@@ -36,7 +36,11 @@ from torch import Tensor
 from ragcache.machine import keep_freed_memory, process_memory
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.dtype import choose_dtypes, convert
-from ragcache.models.quantized import choose_quantization, quantize_model
+from ragcache.models.quantized import (
+    choose_quantization,
+    quantize_model,
+    use_packed_products,
+)
 
 SHAPES: Mapping[str, LlamaShape] = {
     "0.5b": LlamaShape(24, 896, 14, 2, 4864, 151_936, 32_768, 1e6),
@@ -76,7 +80,7 @@ def build_shape(shape: LlamaShape, quantization: str | None) -> CausalLM:
         whole = LlamaForCausalLM(config).to(torch.bfloat16)
         model = LlamaForCausalLM(single).to(torch.bfloat16).eval()
     choice = choose_dtypes(whole, torch.device("cpu"), "auto", quantized=quantization is not None)
-    chosen = choose_quantization(whole, quantization, choice.compute)
+    chosen = choose_quantization(LlamaForCausalLM, config, quantization, choice.compute)
     rotary = type(model.model.rotary_emb)(config=config)
     model.to_empty(device="cpu")
     model.model.rotary_emb = rotary
@@ -85,7 +89,8 @@ def build_shape(shape: LlamaShape, quantization: str | None) -> CausalLM:
     for parameter in model.parameters():
         _fill(parameter, drawn)
     if chosen is not None:
-        quantize_model(model, chosen, choice.compute)
+        quantize_model(model, chosen)
+        use_packed_products(model, choice.compute)
     model = convert(model, choice.compute)
     _repeat_layer(model, shape.num_layers)
     causal = wrap_causal(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import cached_file
 
 from ragcache.errors import ConfigurationError
-from ragcache.models.dtype import QUANTIZATIONS
+from ragcache.models.dtype import PACKED, QUANTIZATIONS
 from ragcache.models.families import family_of
 from ragcache.models.positions import LONG_FACTORS, rotary_scaling
 from ragcache.models.reader import dequantize_rows
@@ -67,8 +68,8 @@ def load_checkpoint(
         source: Folder or hub name.
         dtype: Dtype of the weights. Defaults to the file's.
         long_context: See `use_long_factors`.
-        quantization: Quantization that the model will be given (`ragcache.models.quantized`). It
-            is checked before weights are read.
+        quantization: Quantization of the weights, which is checked before they are read: `int8`,
+            `int4` or `auto` packs them (`ragcache.models.quantized`), `fp8` is left to the caller.
 
     Raises:
         UnsupportedModel: No family serves the text model.
@@ -80,18 +81,33 @@ def load_checkpoint(
         use_long_factors(text)
     if quantization in QUANTIZATIONS:
         _check_quantization(config, text, str(quantization))
-    own = dtype or "auto"
+    read = partial(_read, source, config, dtype or "auto")
+    if quantization not in PACKED:
+        return read()
+    from ragcache.models.quantized import load_quantized, quantize_model
+
+    if text is config:
+        return load_quantized(source, text_class(text), text, str(quantization), read)
+    model = read()
+    quantize_model(model, str(quantization))
+    return model
+
+
+def _read(source: str, config: Any, dtype: torch.dtype | str) -> Any:
+    """The model with the weights of its files."""
+    text = config.get_text_config(decoder=True)
     if getattr(config, "int8_rows", False):
-        return _dequantized(source, config, own)
+        return _dequantized(source, config, dtype)
     if text is config or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=own)
+        return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype)
     family_of(text).check(text)  # before gigabytes are read
-    whole = AutoModelForImageTextToText.from_pretrained(source, config=config, dtype=own)
+    whole = AutoModelForImageTextToText.from_pretrained(source, config=config, dtype=dtype)
     return text_model(whole)
 
 
 def _check_quantization(config: Any, text: Any, quantization: str) -> None:
     """Raises `ConfigurationError` where weights were stored quantized, and `UnsupportedModel`."""
+    from ragcache.models.packed import required_kernels
     from ragcache.models.quantized import check_family
 
     if getattr(config, "quantization_config", None):
@@ -99,6 +115,8 @@ def _check_quantization(config: Any, text: Any, quantization: str) -> None:
             f"the weights of this model were stored quantized; leave quantization={quantization!r} "
             "out, or give the checkpoint that it was made from"
         )
+    if quantization in PACKED:
+        required_kernels()
     check_family(text_class(text), text, quantization)
 
 

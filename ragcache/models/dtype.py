@@ -27,6 +27,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 INT8, INT4, FP8 = "int8", "int4", "fp8"
 QUANTIZATIONS = (INT8, INT4, FP8)
+PACKED = (AUTO, INT8, INT4)
+"""Quantizations of weights that a CPU multiplies packed."""
 """Quantizations of the weights of a model: the first two for a CPU, the last one for a GPU."""
 MARGIN = 1.5
 """Factor by which float32 must be faster. A machine that is about as fast in both keeps the
@@ -246,8 +248,12 @@ def vocabulary_weights(model: Any) -> set[int]:
 
 def largest_linear(model: Any) -> tuple[int, int]:
     """The size [out, in] of the matrices, embeddings aside, that most of the weights are in."""
-    vocabulary = vocabulary_weights(model)
+    vocabulary, head = vocabulary_weights(model), model.get_output_embeddings()
     sizes: Counter[tuple[int, int]] = Counter()
+    for module in model.modules():
+        packed = getattr(module, "packed", None)
+        if packed is not None and module is not head:
+            sizes[packed.outputs, packed.inputs] += packed.outputs * packed.inputs
     for weight in model.parameters():
         if weight.dim() >= 2 and id(weight) not in vocabulary:
             sizes[int(weight.shape[-2]), int(weight.shape[-1])] += weight.numel()

@@ -164,20 +164,21 @@ def load_model(
         from ragcache.models.parallel.leader import check_options
 
         check_options(place, quantization, tensor_parallel, embedded=source == str(READER))
+    if place.type != "cpu" and quantization == AUTO:
+        quantization = None
     plain = place.type == "cpu" and not long_context and quantization in (None, AUTO)
     if embedded := plain and source == str(READER):
         model, tokenizer = read_reader(READER)
         stored, quantization = model.dtype, None
     else:
-        model, tokenizer, stored = _read_checkpoint(
+        model, tokenizer, stored, quantization = _read_checkpoint(
             source,
             wanted,
             long_context=long_context,
             quantization=quantization,
             ranks=tensor_parallel,
+            recall=recall,
         )
-    if place.type != "cpu" and quantization == AUTO:
-        quantization = None
     choice = choose_dtypes(
         model,
         place,
@@ -188,7 +189,7 @@ def load_model(
         recall=recall,
     )
     if quantization is not None:
-        model, choice = _quantize(model, quantization, choice, place, recall)
+        choice = _quantize(model, quantization, choice, place, recall)
     # ranks copy their parts from main memory, each to its own device
     home = place if tensor_parallel == 1 else torch.device("cpu")
     causal = _wrap(convert(model, choice.compute).to(home), embedded=embedded)
@@ -230,8 +231,10 @@ def _read_checkpoint(
     long_context: bool,
     quantization: str | None,
     ranks: int,
-) -> tuple[Any, Any, torch.dtype]:
-    """Model and tokenizer of transformers, and the dtype of the file. Raises as `load_model`."""
+    recall: Recall,
+) -> tuple[Any, Any, torch.dtype, str | None]:
+    """Model and tokenizer of transformers, the dtype of the file, and the quantization that `auto`
+    stands for. Raises as `load_model`."""
     from safetensors import SafetensorError
 
     gguf = source.endswith(".gguf")
@@ -252,6 +255,12 @@ def _read_checkpoint(
                 from ragcache.models.parallel.plans import check_split
 
                 check_split(text_class(text), text, ranks)
+            if quantization == AUTO:
+                from ragcache.models.quantized import choose_quantization
+
+                quantization = choose_quantization(
+                    text_class(text), text, AUTO, dtype or stored or torch.float32, recall
+                )
             model = load_checkpoint(
                 place,
                 None if quantization else dtype,
@@ -266,25 +275,23 @@ def _read_checkpoint(
             "and tokenizer, or the name of a hub model that this machine can reach; without a "
             "model the embedded reader is used"
         ) from error
-    return model, tokenizer, stored
+    return model, tokenizer, stored, quantization
 
 
 def _quantize(
     model: Any, quantization: str, choice: DTypeChoice, device: torch.device, recall: Recall
-) -> tuple[Any, DTypeChoice]:
-    """The model with quantized weights, and the choice with their name, if `auto` stands for
-    any."""
-    from ragcache.models.fp8 import quantize_fp8
-    from ragcache.models.quantized import choose_quantization, quantize_model
-
+) -> DTypeChoice:
+    """Quantize a model for a GPU, or let packed layers choose their products. Returns the choice
+    with the name of the weights."""
     if quantization == FP8:
+        from ragcache.models.fp8 import quantize_fp8
+
         quantize_fp8(model, model.get_output_embeddings(), device)
-        return model, replace(choice, reason=f"{choice.reason}; weights in {FP8}")
-    chosen = choose_quantization(model, quantization, choice.compute, recall)
-    if chosen is None:
-        return model, choice
-    quantize_model(model, chosen, choice.compute)
-    return model, replace(choice, reason=f"{choice.reason}; weights in {chosen}")
+    else:
+        from ragcache.models.quantized import use_packed_products
+
+        use_packed_products(model, choice.compute, recall)
+    return replace(choice, reason=f"{choice.reason}; weights in {quantization}")
 
 
 def _local_or_hub(source: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -180,7 +180,7 @@ class CausalLM:
         """V of the logits; it may exceed the number of the tokenizer's tokens."""
         head = self.model.get_output_embeddings()
         if head is not None:
-            return int(head.weight.shape[0])
+            return int(getattr(head, "out_features", head.weight.shape[0]))
         return int(self.model.config.get_text_config().vocab_size)
 
     @property
@@ -375,7 +375,8 @@ def _positions(config: Any) -> int:
 
 def model_fingerprint(model: Any, states_dtype: torch.dtype | None = None) -> str:
     """A SHA-256 of configuration, dtypes and weights: of every weight tensor the name, shape, dtype
-    and all bytes, hashed in threads.
+    and all bytes, hashed in threads. Weights whose digests were kept with them are not read again
+    (`ragcache.models.quantized`).
 
     Args:
         model: The Hugging Face model.
@@ -385,15 +386,23 @@ def model_fingerprint(model: Any, states_dtype: torch.dtype | None = None) -> st
     if states_dtype not in (None, model.dtype):
         digest.update(f"states|{states_dtype}|".encode())
     parts = [(name, weight.detach()) for name, weight in sorted(model.state_dict().items())]
+    known: Mapping[str, bytes] = getattr(model, "content_digests", {})
+    rest = [each for name, each in parts if content_name(name, each) not in known]
     with ThreadPoolExecutor(min(_MOST_HASHERS, os.cpu_count() or 1)) as threads:
-        for (name, tensor), content in zip(
-            parts, threads.map(_content_digest, [tensor for _, tensor in parts]), strict=True
-        ):
-            digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode() + content)
+        found = threads.map(content_digest, rest)
+        for name, tensor in parts:
+            called = content_name(name, tensor)
+            content = known[called] if called in known else next(found)
+            digest.update(called.encode() + content)
     return digest.hexdigest()[:32]
 
 
-def _content_digest(weight: Tensor) -> bytes:
+def content_name(name: str, tensor: Tensor) -> str:
+    """Name of a tensor, with its shape and dtype."""
+    return f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|"
+
+
+def content_digest(weight: Tensor) -> bytes:
     """SHA-256 of a tensor's bytes, a piece at a time: a GPU's weights are not copied whole."""
     digest = hashlib.sha256()
     for piece in torch.split(weight.contiguous().view(-1).view(torch.uint8), _PIECE_BYTES):

@@ -229,3 +229,33 @@ def _write_weight(writer: Any, name: str, weight: np.ndarray, heads: dict[str, i
         writer.add_tensor(f"{place}.weight", weight, raw_dtype=kind)
     else:
         writer.add_tensor(f"{place}.weight", weight)
+
+
+def test_a_digest_holds_one_piece_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapped file would count as memory of this process."""
+    import xxhash
+
+    file, content = tmp_path / "model.gguf", os.urandom(1000)
+    file.write_bytes(content)
+    monkeypatch.setattr(conversion, "_PIECE", 64)
+    pieces: list[int] = []
+    original = xxhash.xxh3_128
+
+    class Counting:
+        def __init__(self) -> None:
+            self.digest = original()
+
+        def update(self, piece: memoryview) -> None:
+            pieces.append(len(piece))
+            self.digest.update(piece)
+
+        def hexdigest(self) -> str:
+            return str(self.digest.hexdigest())
+
+    monkeypatch.setattr(xxhash, "xxh3_128", Counting)
+    found = conversion._digest(file)
+    assert sum(pieces) == len(content)
+    assert max(pieces) == 64
+    assert found == xxhash.xxh3_128_hexdigest(content)

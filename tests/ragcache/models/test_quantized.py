@@ -15,26 +15,21 @@ from ragcache import RagCache
 from ragcache.errors import ConfigurationError, UnsupportedModel
 from ragcache.models import LoadedModel, load_model, quantized
 from ragcache.models.dtype import check_quantization
+from ragcache.models.packed import PackedLinear
 from ragcache.models.quantized import (
-    GROUP,
-    Int4Linear,
-    Int8Linear,
-    PackedLinear,
     check_family,
     choose_quantization,
-    four_bits,
-    on_grid,
-    packed_block,
+    packed_layers,
     quantize_model,
 )
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
+from tests.ragcache.models.test_packed import stored_in_four_bits
 from tests.tiny_models import FAMILY_PARAMS, random_tokens, tiny_config, tiny_model
 
 QUANTIZATIONS = ("int8", "int4")
 FLOAT: Any = {"dtype": "float32", "states_dtype": "float32"}
 ERRORS = {"int8": 0.05, "int4": 0.5}  # of the spread of logits; weights are random
 SHARES = {"int8": 0.28, "int4": 0.20}  # of the bytes of float32, scales included
-ROUNDING = 2**-7  # of products in bfloat16, whose numbers have 8 bits
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +62,6 @@ def logits(loaded: LoadedModel) -> Tensor:
     return last
 
 
-def packed_layers(model: Any) -> list[PackedLinear]:
-    return [each for each in model.modules() if isinstance(each, PackedLinear)]
-
-
 def limit_rows(model: Any, rows: int) -> None:
     """Let steps of at most some rows multiply packed weights."""
     for each in packed_layers(model):
@@ -81,44 +72,12 @@ def layer_bytes(loaded: LoadedModel) -> int:
     return sum(each.nbytes for each in loaded.causal.model.model.layers.state_dict().values())
 
 
-@pytest.mark.parametrize("shape", [(64, 32), (192, 96), (128, 4096), (41, 48), (7, 112)])
-def test_packed_numbers_are_nearest_to_the_weight(
-    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both kinds of a step multiply the same numbers, at most half a scale from the weight."""
-    monkeypatch.setattr(quantized, "_PIECE", 2**12)  # several pieces
-    torch.manual_seed(1)
-    weight = torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None]
-    weight[3] = 0
-    rows = torch.randn(5, shape[1]).bfloat16()
-    kinds = [Int8Linear] if shape[0] % 64 else [Int8Linear, Int4Linear]
-    for kind in kinds:
-        layer = kind.pack(weight)
-        numbers = layer.dequantize(0, shape[0], torch.empty(weight.numel()))
-        if kind is Int8Linear:
-            step = layer.scales.float()[:, None].expand(shape)
-            bound = 0.5 * step + 127 * 2**-8 * step
-        else:
-            step, zero = layer.scales.float().unbind(-1)  # [groups, out]
-            bound = (0.5 + 15 * 2**-8) * step + 2**-8 * zero.abs()
-            bound = bound.t().repeat_interleave(GROUP, 1)
-        assert bool(((numbers - weight).abs() <= bound * 1.01).all())
-        assert bool((numbers[3].abs() < 1e-20).all())
-        expected = rows.float() @ numbers.t()
-        scale = rows.float().abs() @ numbers.abs().t()
-        for few in (0, 5):
-            layer.few_rows = few
-            found = layer(rows.float()) if few == 0 else layer(rows).float()
-            assert bool(((found - expected).abs() <= ROUNDING * scale + 1e-20).all())
-        assert torch.allclose(layer._by_pieces(rows.float()), expected, rtol=1e-4, atol=1e-4)
-
-
 def test_layers_stay_whose_width_the_kernels_do_not_read() -> None:
     model = tiny_model("llama", hidden_size=40, num_attention_heads=2, num_key_value_heads=2)
-    quantize_model(model, "int8", torch.float32)
+    quantize_model(model, "int8")
     layer = model.model.layers[0]
     assert type(layer.self_attn.q_proj) is torch.nn.Linear  # 40 numbers wide
-    assert type(layer.mlp.down_proj) is Int8Linear
+    assert type(layer.mlp.down_proj) is PackedLinear
 
 
 @pytest.mark.parametrize("family", FAMILY_PARAMS)
@@ -134,7 +93,7 @@ def test_every_family_answers_alike_or_is_refused(family: str) -> None:
     exact = model(ids, use_cache=False).logits
     for quantization in QUANTIZATIONS:
         small = tiny_model(family)
-        quantize_model(small, quantization, torch.float32)
+        quantize_model(small, quantization)
         assert packed_layers(small)
         for rows in (0, 24):
             limit_rows(small, rows)
@@ -189,42 +148,23 @@ def test_layers_over_one_input_are_packed_as_one(quantization: str) -> None:
     model = tiny_model("qwen2", intermediate_size=128)
     layers = model.model.layers[0]
     pairs = [(layers.mlp, "gate_proj"), (layers.mlp, "up_proj"), (layers.mlp, "down_proj")]
-    if quantization == "int8":  # its rows fill no block of 4 bits
-        pairs.append((layers.self_attn, "v_proj"))
-    kinds = {"int8": Int8Linear, "int4": Int4Linear}
+    pairs.append((layers.self_attn, "v_proj"))
+    bits = {"int8": 8, "int4": 4}[quantization]
     torch.nn.init.normal_(layers.self_attn.v_proj.bias)
     expected = []
     for owner, name in pairs:
         layer = getattr(owner, name)
         rows = torch.randn(1, 3, layer.in_features)
-        expected.append((rows, kinds[quantization].pack(layer.weight, layer.bias)(rows)))
-    quantize_model(model, quantization, torch.float32)
+        bias = None if layer.bias is None else layer.bias.detach()
+        packed = PackedLinear.pack(layer.weight.detach(), bits, bias)
+        expected.append((rows, packed(rows)))
+    quantize_model(model, quantization)
     limit_rows(model, 0)
     for (owner, name), (rows, product) in zip(pairs, expected, strict=True):
         torch.testing.assert_close(getattr(owner, name)(rows), product)
     assert len(packed_layers(layers)) == 4, "inputs of a layer"
 
 
-def stored_in_four_bits(rows: int, columns: int) -> Tensor:
-    """A weight in bfloat16 as Q4_K holds it; many groups lack a first or last step."""
-    numbers = torch.randint(0, 16, (rows, columns // GROUP, GROUP))
-    scale = torch.rand(rows, columns // GROUP, 1) * 0.01 + 0.001
-    least = -8 * scale * torch.rand_like(scale)
-    return (numbers * scale + least).view(rows, columns).bfloat16()
-
-
-def test_weights_of_four_bits_are_found_again() -> None:
-    torch.manual_seed(3)
-    weight = stored_in_four_bits(64, 1024)
-    numbers, grid = four_bits(weight)
-    error = on_grid(numbers, grid).view_as(weight) - weight.float()
-    assert float(error.norm() / weight.float().norm()) < 2**-7, "roundings of scales and zeros"
-    plain = torch.randn(64, 1024)
-    between = on_grid(*four_bits(plain)).view_as(plain) - plain
-    assert float(between.norm() / plain.norm()) > 8 * 2**-7
-
-
-@pytest.mark.skipif(not packed_block(), reason="no kernel for 4 bits")
 def test_auto_takes_four_bits_where_they_hold_the_weights() -> None:
     torch.manual_seed(4)
     model = tiny_model("qwen3", intermediate_size=128)
@@ -232,11 +172,10 @@ def test_auto_takes_four_bits_where_they_hold_the_weights() -> None:
     for layer in stack:
         weight = layer.mlp.down_proj.weight
         weight.data.copy_(stored_in_four_bits(*weight.shape))
-    quantize_model(model, "auto", torch.float32)
-    kinds = [type(each) for each in packed_layers(model)]
-    assert [type(layer.mlp.down_proj) for layer in stack] == [Int4Linear] * len(stack)
-    assert kinds.count(Int4Linear) == len(stack)
-    assert Int8Linear in kinds
+    quantize_model(model, "auto")
+    four = [layer.mlp.down_proj for layer in stack]
+    assert {each.bits for each in four} == {4}
+    assert {each.bits for each in packed_layers(model) if each not in four} == {8}
 
 
 @pytest.mark.parametrize(
@@ -248,16 +187,16 @@ def test_auto_takes_the_widest_weights_that_are_quick_and_fit(
     monkeypatch.setattr(quantized, "few_rows", lambda *_: rows)
     monkeypatch.setattr(quantized, "available_memory", lambda: free)
     loaded = load_model(folder, **FLOAT, quantization="auto")
-    kinds = {type(each) for each in packed_layers(loaded.causal.model)}
-    wanted = {None: set(), "int8": {Int8Linear}, "int4": {Int8Linear, Int4Linear}}
-    assert kinds == wanted[expected]
+    bits = {each.bits for each in packed_layers(loaded.causal.model)}
+    assert bits == {None: set(), "int8": {8}, "int4": {4, 8}}[expected]
 
 
 def test_auto_leaves_families_that_are_not_served_quantized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(quantized, "few_rows", lambda *_: 4)
-    assert choose_quantization(tiny_model("gpt2"), "auto", torch.float32) is None
+    model = tiny_model("gpt2")
+    assert choose_quantization(type(model), model.config, "auto", torch.float32) is None
     assert load_model(quantization="auto").extractive  # the embedded reader as it is
 
 
@@ -272,7 +211,9 @@ def test_auto_is_the_same_in_every_process_of_a_folder(
     for rows in (4, 0):
         monkeypatch.setattr(quantized, "few_rows", lambda *_, rows=rows: rows)
         loaded = load_model(folder, **FLOAT, quantization="auto", recall=recall)
-        assert packed_layers(loaded.causal.model), rows
+        layers = packed_layers(loaded.causal.model)
+        assert layers, rows
+        assert {each.few_rows for each in layers} == {4}, "timed once"
 
 
 def test_the_number_of_few_rows_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,11 +229,6 @@ def test_the_number_of_few_rows_is_timed(monkeypatch: pytest.MonkeyPatch) -> Non
         partial = lambda function, rows: type("Run", (), {"func": function, "args": (rows,)})  # noqa: E731
         monkeypatch.setattr(machine, "partial", partial)
         assert machine.quicker_rows(first, print, 2, torch.float32, size) == expected
-
-
-def test_blocks_of_four_bits_are_known() -> None:
-    capability = torch.backends.cpu.get_cpu_capability()
-    assert packed_block() == {"AVX512": 64, "AVX2": 32}.get(capability, 0)
 
 
 @pytest.mark.parametrize(
@@ -356,14 +292,50 @@ def test_a_second_opening_reads_packed_weights(
 
 
 @pytest.mark.parametrize("words", [320, 328, 3200])
-def test_packed_weights_of_a_file_are_aligned(words: int, kept_in: Path) -> None:
-    """The kernels load 16 bytes at once, and end the process where they are not aligned."""
+def test_packed_weights_of_a_file_are_aligned(
+    words: int, kept_in: Path, tmp_path: Path, reader: LoadedModel
+) -> None:
+    source = saved(tmp_path / "model", reader, vocab_size=words)
     for _ in range(2):
-        model = tiny_model("qwen3", vocab_size=words)
-        quantize_model(model, "int8", torch.float32)
-        for layer in packed_layers(model):
-            assert layer.weight.data_ptr() % 16 == layer.scales.data_ptr() % 16 == 0
+        loaded = load_model(source, **FLOAT, quantization="int8")
+        for layer in packed_layers(loaded.causal.model):
+            assert layer.weight.data_ptr() % 64 == layer.scales.data_ptr() % 64 == 0
     assert len(list(kept_in.iterdir())) == 1
+
+
+def test_another_checkpoint_in_the_same_folder_is_packed_anew(
+    kept_in: Path, tmp_path: Path, reader: LoadedModel
+) -> None:
+    source = saved(tmp_path / "model", reader)
+    first = load_model(source, **FLOAT, quantization="int8").causal.fingerprint
+    weights = Path(source) / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    changed[-2] ^= 1
+    weights.write_bytes(changed)
+    second = load_model(source, **FLOAT, quantization="int8").causal.fingerprint
+    assert second != first
+    assert len(list(kept_in.iterdir())) == 2
+
+
+def test_a_mapped_model_answers_as_the_packed_one(
+    folder: str, kept_in: Path, packed: tuple[str, LoadedModel]
+) -> None:
+    name, expected = packed
+    for _ in range(2):
+        loaded = load_model(folder, **FLOAT, quantization=name)
+        limit_rows(loaded.causal.model, 0)
+        limit_rows(expected.causal.model, 0)
+        torch.testing.assert_close(logits(loaded), logits(expected))
+        assert loaded.stop_ids == expected.stop_ids
+        assert loaded.causal.fingerprint == expected.causal.fingerprint
+
+
+def lose_the_head(file: Path) -> None:
+    tensors = torch.load(file, weights_only=True)
+    last = max(int(name.split(".")[0]) for name in tensors if name.endswith(".scales"))
+    tensors["digests"].popitem()
+    del tensors[f"{last}.weight"]
+    torch.save(tensors, file)
 
 
 def cut(file: Path) -> None:
@@ -380,7 +352,7 @@ def hold_an_object(file: Path) -> None:
     torch.save({"0.weight": Path("/")}, file)  # a type that is not read
 
 
-@pytest.mark.parametrize("damage", [cut, lose_a_layer, hold_an_object])
+@pytest.mark.parametrize("damage", [cut, lose_a_layer, lose_the_head, hold_an_object])
 def test_damaged_packed_weights_are_packed_again(
     damage: Callable[[Path], None], folder: str, kept_in: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
