@@ -11,7 +11,6 @@ one is not.
 from __future__ import annotations
 
 import logging
-import mmap
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from ragcache.files import sync
 CONVERSION = 1
 """Version of the conversion. Raise it if the same file becomes another checkpoint."""
 _STEPS = 10  # lines that report the progress of one conversion
+_PIECE = 2**22  # bytes of a file that are read at once
 _HEADER = 12  # bytes of an array in the metadata before its elements: their type and number
 _patching = threading.Lock()  # one conversion at a time replaces functions of the package gguf
 
@@ -83,8 +83,12 @@ def cache_folder() -> Path:
 
 
 def _digest(file: Path) -> str:
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return xxhash.xxh3_128_hexdigest(data)
+    """XXH3 of a file, read in pieces: a mapped file would count as memory of this process."""
+    digest, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE))
+    with file.open("rb", buffering=0) as opened:
+        while count := opened.readinto(piece):
+            digest.update(piece[:count])
+    return digest.hexdigest()
 
 
 def _write_checkpoint(file: Path, folder: Path) -> None:
