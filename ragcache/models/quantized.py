@@ -201,8 +201,7 @@ def _bits(layers: Sequence[nn.Linear], quantization: str, *, is_head: bool) -> i
 
 
 def _identity(source: str, quantization: str) -> str:
-    """Digest of what packed weights depend on: the files of a checkpoint by names, sizes and times
-    of change."""
+    """Digest of names, sizes and times of a checkpoint's files, and of the packing."""
     folder = (
         Path(source) if Path(source).is_dir() else Path(cached_file(source, "config.json")).parent
     )
@@ -292,7 +291,7 @@ def choose_quantization(
     Args:
         kind: Class of the model.
         config: Its configuration.
-        quantization: What is wanted.
+        quantization: The name that was given.
         dtype: Dtype of the computation.
         recall: Keeps times for later processes.
     """
