@@ -24,6 +24,7 @@ from torch import Tensor
 
 CHUNK, CHANNEL_CHUNK = 64, 16
 """Tokens that are computed at once, with one decay for each head, and one for each channel."""
+_FEW_TOKENS = 4  # whose system of equations is inverted by products
 _TINY = 1e-6  # in the norms of keys, as in transformers
 
 
@@ -304,10 +305,19 @@ def _of_each_head(keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _solve(strictly_lower: Tensor, known: Tensor) -> Tensor:
-    """Solve (I + L) X = known, by the inverse of the small side."""
-    identity = torch.eye(strictly_lower.shape[-1], device=known.device)
-    inverse = torch.linalg.solve_triangular(
-        strictly_lower, identity.expand_as(strictly_lower), upper=False, unitriangular=True
-    )
+    """Solve (I + L) X = known, by the inverse of the small side.
+
+    A product of two short sums inverts what seams have, up to four tokens: L to the fourth power
+    is zero. A solver takes longer for so small a system.
+    """
+    size = strictly_lower.shape[-1]
+    identity = torch.eye(size, device=known.device)
+    if size <= _FEW_TOKENS:
+        square = strictly_lower @ strictly_lower
+        inverse = (identity - strictly_lower) @ (identity + square)
+    else:
+        inverse = torch.linalg.solve_triangular(
+            strictly_lower, identity.expand_as(strictly_lower), upper=False, unitriangular=True
+        )
     solved: Tensor = inverse @ known
     return solved

@@ -308,15 +308,22 @@ class _Order:
         found, spare = torch.empty_like(state), torch.empty_like(state)
         remembered = self.remembered[:, layers].flatten(1).tolist()
         at = layers.start * self.remembered.shape[2]
+        rows = slice(at, at + len(state))
         for number, each in enumerate(self.maps):
-            transition, increment = each.transition.flatten(0, 1), each.increment.flatten(0, 1)
+            transition = each.transition[layers].flatten(0, 1)
+            increment = each.increment[layers].flatten(0, 1)
+            seam = seams[number].of(rows)
+            if all(remembered[number]):  # no head is left out, and nothing is cut
+                opened = seam.apply(state, spare)
+                state = apply_map(transition, increment, opened, found)
+                continue
             for begin, end, (before, behind) in _runs(remembered[number], remembered[number + 1]):
-                here, heads = slice(begin, end), slice(at + begin, at + end)
+                here = slice(begin, end)
                 if before:
-                    opened = seams[number].of(heads).apply(state[here], spare[here])
-                    apply_map(transition[heads], increment[heads], opened, found[here])
+                    opened = seam.of(here).apply(state[here], spare[here])
+                    apply_map(transition[here], increment[here], opened, found[here])
                 elif behind:
-                    found[here] = increment[heads]
+                    found[here] = increment[here]
             state = found
         return state
 
