@@ -100,3 +100,26 @@ def test_answers_are_those_of_the_ragged_runner(family: str) -> None:
     expected = SteppedCore(RaggedModelRunner(causal), config_of(causal)).run(*requests)
     core = device_core(causal)
     assert_same_answers(core.run(*requests), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eager_layers")
+def test_own_tokens_between_documents_end_a_step() -> None:
+    """Documents are composed before a step, so that a step ends where some stand between rows."""
+    causal = tiny_causal("bamba")
+    encoded = Encoded(causal)
+    first, second = encoded.documents[:2]
+    at = encoded.root.length + first.length
+    own, question = random_tokens(4, seed=2), random_tokens(3, seed=3)
+    behind = at + len(own) + second.length
+    context = Context(
+        (Segment(encoded.root, 0), Segment(first, encoded.root.length), Segment(second, at + 4)),
+        (*own, *question),
+        (*range(at, at + 4), *range(behind, behind + 3)),
+        behind + 3,
+    )
+    request = Request(context, 3, sampling=SamplingParams(logprobs=1))
+    expected = SteppedCore(RaggedModelRunner(causal), config_of(causal)).run(request)
+    core = device_core(causal)
+    assert_same_answers(core.run(request), expected)
+    assert core.stats.steps == 4, "two for the prompt, and one for each further token"
