@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from ragcache.machine import new_stream
 
@@ -26,8 +25,6 @@ PROGRAMS: Final = 128
 BLOCK: Final = 2048
 ONE_SHOT_BYTES: Final = 2**26
 """Largest sum: all of a CUDA graph, and those of two GPUs up to which NCCL was measured slower."""
-OVERLAPPED: Final = False
-"""Whether the launch of a sum overlaps with the product before it, on GPUs that can."""
 GATHER_BYTES: Final = 2**27
 BROADCAST_BYTES: Final = 2**16
 _GATHER_SLOT, _BROADCAST_SLOT = 2, 3
@@ -66,15 +63,11 @@ def sum_kernel(
     BLOCK: tl.constexpr,
     COPY: tl.constexpr,
     ADD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """out = the sum of all ranks' parts, rounded, and of the residual with ADD.
 
     COPY: whether the part is still in `local`. Otherwise a product wrote it to the buffer.
-    DEPENDENT: whether the grid may start before the one that writes the part has ended.
     """
-    if DEPENDENT:
-        gdc_wait()
     program, programs = tl.program_id(0), tl.num_programs(0)
     here = tl.arange(0, BLOCK)
     kind = out.dtype
@@ -182,8 +175,6 @@ class OneShot:
         from torch.distributed import _symmetric_memory as symmetric
 
         self.rank, self.ranks, self._next = rank, ranks, 0
-        self._overlapped = OVERLAPPED and torch.cuda.get_device_capability(device) >= (9, 0)
-        self._options = {"launch_pdl": True} if self._overlapped else {}
         self._sum_bytes = sum_bytes
         slots = (sum_bytes, sum_bytes, GATHER_BYTES, BROADCAST_BYTES)
         self._begins = [sum(slots[:number]) for number in range(len(slots))]
@@ -241,9 +232,7 @@ class OneShot:
             BLOCK=BLOCK,
             COPY=copy,
             ADD=residual is not None,
-            DEPENDENT=self._overlapped,
             num_warps=8,
-            **self._options,
         )
         return out
 
