@@ -60,7 +60,7 @@ BUILT_IN_REFUSALS = 0.03
 
 ENOUGH = 0.88
 """Share of built-in questions without an answer that a model's calibration refuses at most, since
-every refusal more loses right answers over other documents (ADR 99)."""
+every refusal more loses right answers over other documents (ADR 104)."""
 
 BUILT_IN_FEATURES = ("free", "grounding")
 """Features of a model's calibration. Those of the search depend on the collection, and add nothing

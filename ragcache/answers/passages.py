@@ -19,7 +19,7 @@ from ragcache.documents.markdown import find_headings, find_tables, headings_abo
 from ragcache.retrieval.bm25 import characters, terms
 
 PASSAGE_SHARE = 0.25
-"""Part of the question's words in `grounding` that a passage itself has to have (ADR 99)."""
+"""Part of the question's words in `grounding` that a passage itself has to have (ADR 104)."""
 
 _NUMBER = re.compile(r"\d[\d.,:]*\d|\d")
 _ASSENT = frozenset("yes no ja nein oui non si sí sim 是 否 不 对".split())
