@@ -144,7 +144,7 @@ class Collections:
         """
         if instruction is not None:
             resolve_instruction(self._namespace.shared.model, instruction)
-        self._namespace.catalog.set_instruction(collection, instruction)
+        self._namespace.catalog.settings.set_instruction(collection, instruction)
 
     def priming(self, collection: str) -> str:
         """Return the text that the collection's modules in later places are encoded behind."""
@@ -177,11 +177,11 @@ class Collections:
         check_priming(text)
         shared = self._namespace.shared
         shared.store.ledger.flush()  # rows of states that were made just now
-        shared.store.discard(self._namespace.catalog.set_priming(collection, text))
+        shared.store.discard(self._namespace.catalog.settings.set_priming(collection, text))
 
     def description(self, collection: str) -> str:
         """Return the description of a collection, or an empty text."""
-        return self._namespace.catalog.description(collection)
+        return self._namespace.catalog.settings.description(collection)
 
     def set_description(self, collection: str, description: str) -> None:
         """Set the description of a collection, for people and for models that choose among several.
@@ -200,7 +200,7 @@ class Collections:
             >>> rag.collections.set_description("handbook", "Rules of the harbour: leave, boats.")
         """
         check_description(description)
-        self._namespace.catalog.set_description(collection, description)
+        self._namespace.catalog.settings.set_description(collection, description)
 
     def calibration(self, collection: str, *, extractive: bool | None = None) -> Calibration | None:
         """Return the calibration of this model's answers from a collection.
@@ -246,7 +246,7 @@ class Collections:
             kept = {name: each for name, each in read_calibrations(before).items() if name != key}
             return write_calibrations(kept if calibration is None else {**kept, key: calibration})
 
-        self._namespace.catalog.change_calibrations(collection, change)
+        self._namespace.catalog.settings.change_calibrations(collection, change)
 
     def _quotes(self, extractive: bool | None) -> bool:
         return self._namespace.shared.model.extractive if extractive is None else extractive

@@ -17,6 +17,7 @@ from sqlalchemy import bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db import jobs
+from ragcache.db.collection_settings import CollectionSettings
 from ragcache.db.database import Database, StaleCache, Unchanged
 from ragcache.db.documents import (
     Deletion,
@@ -54,11 +55,9 @@ from ragcache.db.tables import (
     ModuleTable,
     NamespaceTable,
     ScaffoldTable,
-    StateTable,
     TokenTable,
 )
 from ragcache.errors import CollectionExists, DocumentError, UnknownCollection
-from ragcache.modes import AFTER_OTHER_TEXT
 from ragcache.states import KVKey
 
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
@@ -170,6 +169,7 @@ class Catalog:
         self._unchanged = Unchanged(database)
         self._database, self._tokenizer, self._embedder = database, tokenizer, embedder
         self.namespace = namespace
+        self.settings = CollectionSettings(database, namespace)
         self._token_ids: dict[int, bytes] = {}  # int32 [tokens] by module; they never change
 
     @property
@@ -522,63 +522,6 @@ class Catalog:
             row = self._new(session, collection) | {"description": description}
             number = insert_returning(session, CollectionTable, row)
             return number is not None
-
-    def set_instruction(self, collection: str, instruction: str | None) -> None:
-        """Change the instruction of a collection's prompts. Raises `UnknownCollection`."""
-        self._set(collection, instruction=instruction)
-
-    def set_priming(self, collection: str, priming: str | None) -> list[KVKey]:
-        """Change the text that a collection's modules in later places are encoded behind.
-
-        States behind the earlier text leave their modules. Returns keys as `replace_documents`
-        does. Raises `UnknownCollection`.
-        """
-        with self._database.transaction() as session:
-            owner = collection_id(session, collection, self.namespace)
-            changed = update(CollectionTable).where(CollectionTable.id == owner)
-            session.execute(changed.values(priming=priming))
-            behind = select(StateTable.key).where(StateTable.mode == AFTER_OTHER_TEXT)
-            modules = from_modules(ModuleTable.id).where(DocumentTable.collection_id == owner)
-            primed = EncodingTable.module_id.in_(modules) & EncodingTable.key.in_(behind)
-            keys = list(session.scalars(select(EncodingTable.key).where(primed)))
-            if keys:
-                lock_summaries(session)
-                session.execute(delete(EncodingTable).where(primed))
-                left = select(EncodingTable.key).where(EncodingTable.module_id.in_(modules))
-                sum_up(session, map(KVKey, session.scalars(left)))
-            return retire(session, map(KVKey, keys))
-
-    def set_description(self, collection: str, description: str) -> None:
-        """Change the description of a collection. Raises `UnknownCollection`."""
-        self._set(collection, description=description)
-
-    def description(self, collection: str) -> str:
-        """Return the description of a collection. Raises `UnknownCollection`."""
-        with self._database.reading() as session:
-            own = CollectionTable.id == collection_id(session, collection, self.namespace)
-            found: str = session.scalars(select(CollectionTable.description).where(own)).one()
-        return found
-
-    def _set(self, collection: str, **settings: str | None) -> None:
-        """Change columns of a collection. Raises `UnknownCollection`."""
-        with self._database.transaction() as session:
-            owner = collection_id(session, collection, self.namespace)
-            changed = update(CollectionTable).where(CollectionTable.id == owner)
-            session.execute(changed.values(settings))
-
-    def change_calibrations(
-        self, collection: str, change: Callable[[str | None], str | None]
-    ) -> None:
-        """Replace the calibrations of a collection's answers with a function of the current ones.
-
-        Raises `UnknownCollection`.
-        """
-        with self._database.transaction() as session:
-            owner = collection_id(session, collection, self.namespace)
-            own = CollectionTable.id == owner
-            kept = select(CollectionTable.calibrations).where(own).with_for_update()
-            before = session.scalar(kept)
-            session.execute(update(CollectionTable).where(own).values(calibrations=change(before)))
 
     def collection_texts(self, collection: str) -> CollectionTexts:
         """Return the texts that a collection's modules see, as far as it has some of its own."""

@@ -142,7 +142,7 @@ class CollectionExporter:
             priming=encoder.priming,
             embedder=None if shared.embedder is None else embedder_name(shared.embedder),
             calibrations=version.calibrations,
-            description=self.namespace.catalog.description(self.collection),
+            description=self.namespace.catalog.settings.description(self.collection),
             scaffolds=scaffolds,
             documents=documents,
         )

@@ -187,8 +187,8 @@ def description(
 
         catalog = Catalog(database, "", None, namespace)
         if text is not None:
-            catalog.set_description(collection, text)
-        ui.console.print(catalog.description(collection), markup=False)
+            catalog.settings.set_description(collection, text)
+        ui.console.print(catalog.settings.description(collection), markup=False)
 
 
 @expand_options
@@ -217,7 +217,7 @@ def instruction(
 
         catalog = Catalog(database, "", None, namespace)
         if default or text is not None:
-            catalog.set_instruction(collection, text)
+            catalog.settings.set_instruction(collection, text)
         own = catalog.version(collection).instruction
     ui.console.print("the folder's (--instruction)" if own is None else own, markup=False)
 
@@ -248,7 +248,7 @@ def priming(
 
         catalog = Catalog(database, "", None, namespace)
         if default or text is not None:
-            store.discard(catalog.set_priming(collection, text))
+            store.discard(catalog.settings.set_priming(collection, text))
         own = catalog.version(collection).priming
     ui.console.print("the built-in text" if own is None else own, markup=False)
 
