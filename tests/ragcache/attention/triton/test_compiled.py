@@ -82,7 +82,7 @@ def test_partial_copies_asynchronously_and_spills_nothing(
     heads: HeadLayout, capability: int, options: dict[str, Any]
 ) -> None:
     kernels = make_kernels(heads, capability, **options)
-    config = kernels.config
+    config = kernels.configs["mixed"]
     constants = kernels.partial_constants(0)
     counts = instructions("partial_kernel", capability, constants, config.warps, config.stages)
     stages = 3 if capability >= 90 else 2
@@ -93,12 +93,28 @@ def test_partial_copies_asynchronously_and_spills_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("heads", [LLAMA_7B, LLAMA_8B])
+def test_decode_steps_over_8_bits_spill_nothing(heads: HeadLayout) -> None:
+    from ragcache.attention.triton import launch
+
+    mixed = launch.choose_config(heads, torch.bfloat16)
+    config = launch.choose_decode_config(heads, torch.bfloat16, mixed, quantized=True)
+    assert config.block_rows < mixed.block_rows
+    kernels = make_kernels(heads, 90, quantized=True)
+    kernels.configs["decode"] = config
+    constants = kernels.partial_constants(0, "decode")
+    counts = instructions("partial_kernel", 90, constants, config.warps, config.stages)
+    assert counts["LDGSTS"] > 0
+    assert counts["STL"] == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "capability"), [(GEMMA, 120), (LLAMA_8B, 120), (GEMMA, 86)])
 def test_partial_fits_the_shared_memory_of_graphics_cards(
     heads: HeadLayout, capability: int
 ) -> None:
     kernels = make_kernels(heads, capability)
-    config = kernels.config
+    config = kernels.configs["mixed"]
     constants = kernels.partial_constants(0)
     found = instructions("partial_kernel", capability, constants, config.warps, config.stages)
     assert 0 < found["shared"] <= 99 * 1024
