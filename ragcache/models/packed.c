@@ -9,7 +9,7 @@
  * take them. Scales, then zeros, of a tile are 16 numbers in bfloat16.
  *
  * Activations are rounded to 8 bits with a scale for each group. Sums over a group are whole
- * numbers, and exact.
+ * numbers, and exact. A row with a number that is not finite has no finite product.
  */
 #include <stdint.h>
 #include <string.h>
@@ -51,9 +51,11 @@ struct rounded {
 };
 
 static void round_group(const float *from, int8_t *numbers, float *scale, int32_t *sum) {
-    float most = 0;
+    float most = 0, finite = 0; /* `finite` is 0, or NaN if one of them is not finite */
 #pragma omp simd reduction(max : most)
     for (int k = 0; k < GROUP; k++) most = fmaxf(most, fabsf(from[k]));
+#pragma omp simd reduction(+ : finite)
+    for (int k = 0; k < GROUP; k++) finite += from[k] * 0.0f;
     float inverse = most > 0 ? 127.0f / most : 0.0f;
     int32_t total = 0;
 #pragma omp simd reduction(+ : total)
@@ -62,7 +64,7 @@ static void round_group(const float *from, int8_t *numbers, float *scale, int32_
         numbers[k] = (int8_t)number;
         total += number;
     }
-    *scale = most / 127.0f;
+    *scale = most / 127.0f + finite;
     *sum = total;
 }
 

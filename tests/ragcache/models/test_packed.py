@@ -121,6 +121,22 @@ def test_rows_do_not_depend_on_each_other_or_on_threads(kernels: Kernels, bits: 
 
 
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_has_no_finite_product(
+    kernels: Kernels, bits: int, dtype: torch.dtype, wrong: float
+) -> None:
+    torch.manual_seed(7)
+    weight, _ = kernels.pack(torch.randn(40, 96), bits)
+    rows = torch.randn(3, 96, dtype=dtype)
+    expected = kernels.product(rows, weight)
+    rows[1, 50] = wrong
+    found = kernels.product(rows, weight)
+    assert not found[1].isfinite().any()
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_layer_multiplies_few_and_many_rows_alike(
     bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
