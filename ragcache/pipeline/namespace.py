@@ -101,9 +101,6 @@ class SharedServices:
     """Functions called with the name of a namespace that this or another process has deleted."""
     _pid: int = field(default_factory=os.getpid, init=False)
     _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False)
-    _ended: list[Namespace] = field(
-        default_factory=list, init=False
-    )  # deleted, since the last call
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
@@ -228,7 +225,6 @@ class SharedServices:
 
     def keep_up(self) -> None:
         """Forget namespaces that other processes have deleted, and end expired pins and texts."""
-        self._retire_roots()
         self._end_namespaces(NamespaceRows(self.database).find_deleted())
         for each in list(self._namespaces.values()):
             each.pins.end_expired()
@@ -245,26 +241,14 @@ class SharedServices:
             if opened is not None:
                 opened.modules.conversations.end()
                 opened.modules.observed.end()
-                self._ended.append(opened)
+                self.store.retire(opened.modules.encoder.root_keys())
             for follow in self.on_deletion:
                 follow(name)
             with self._lock:
                 self._namespaces.pop(name, None)
                 self.database.namespaces.pop(name, None)
         if names:
-            self._retire_roots(again=True)
             self.keys.forget()
-
-    def _retire_roots(self, *, again: bool = False) -> None:
-        """Remove the preambles of deleted namespaces.
-
-        Ingestions that were under way at the deletion may encode one later, so that a namespace's
-        are removed at its end and, with `again`, once more by the next call.
-        """
-        for each in self._ended:
-            self.store.retire(each.modules.encoder.root_keys())
-        if not again:
-            self._ended.clear()
 
     def close(self, *, drain: bool = False) -> None:
         """Stop the engine, and close store and ledger, for all namespaces.
@@ -291,7 +275,6 @@ class SharedServices:
         self.keys.flush()
         with suppress(LedgerUnavailable):  # a deletion since the last heartbeat
             self._end_namespaces(NamespaceRows(self.database).find_deleted())
-        self._retire_roots()
         self.store.close()
         self.database.close()
         if self.config.tensor_parallel > 1:  # the folder was opened with a whole model
