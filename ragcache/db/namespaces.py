@@ -117,6 +117,8 @@ class NamespaceRows:
         with self._database.transaction() as session:
             own = select(NamespaceTable.id).where(NamespaceTable.name == name)
             session.execute(own.with_for_update())  # waits for writers, and keeps others waiting
+            jobs = select(JobTable.id).where(JobTable.namespace == name)
+            session.execute(jobs.with_for_update())  # likewise for states that jobs expect
             found = _Contents.of(session, name, roots)
             if name == DEFAULT_NAMESPACE:
                 _move_keys(session, found.number)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import select
 
 from ragcache import GenerationParams, RagCache, SourceDocument
-from ragcache.db import Database, NamespaceRows, Records, StoredObjects, namespaces
+from ragcache.db import Database, Jobs, NamespaceRows, Records, StoredObjects, namespaces
 from ragcache.db.tables import (
     Base,
     EvictionTable,
@@ -37,6 +37,7 @@ from ragcache.models import LoadedModel
 from ragcache.pipeline.module_states import StateEncoder
 from ragcache.states import KVKey
 from ragcache.store.verify import verify
+from tests.ragcache.conftest import make_key
 from tests.ragcache.pipeline.conftest import DOCUMENTS
 from tests.ragcache.pipeline.test_observed import ask
 from tests.ragcache.test_recurrence import passage
@@ -394,3 +395,27 @@ def test_a_writer_comes_before_a_deletion_or_is_refused(where: Path | str) -> No
             assert other.namespaces.pop("lab")
         objects.add("file", {})
         assert [each.value for each in objects.list("file")] == [{}]
+
+
+def test_states_that_a_job_expects_meanwhile_are_freed(
+    where: Path | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job expects them after the deletion has read what the namespace owns."""
+    one, other = Database.open(url_of(where)), Database.open(url_of(where))
+    read = namespaces._Contents.of
+    with closing(one), closing(other), ThreadPoolExecutor(1) as pool:
+        NamespaceRows(one).use("lab")
+        jobs = Jobs(other, "there", "lab")
+        job = jobs.begin("collection notes", 1)
+        expecting: list[Future[None]] = []
+
+        def read_and_expect(*arguments: Any) -> Any:
+            found = read(*arguments)
+            expecting.append(pool.submit(jobs.expect, job, [make_key(1)]))
+            wait(expecting, timeout=0.5)
+            return found
+
+        monkeypatch.setattr(namespaces._Contents, "of", read_and_expect)
+        _, freed = NamespaceRows(one).delete("lab")
+        refused = isinstance(expecting[0].exception(), JobCanceled)
+        assert refused or make_key(1) in freed
