@@ -254,17 +254,7 @@ class LeaderCopies:
         ends: Sequence[int],
         record: Callable[[], CopyEvent],
     ) -> tuple[list[CopyEvent], int]:
-        """Copy states to the devices of all ranks, on the current stream: the first layers of all
-        of them, and so on.
-
-        Args:
-            pairs: Tensors of the leader's device, and sources of all heads in main memory.
-            ends: Layers with which the pieces end.
-            record: Returns an event behind the copies that are queued on the current stream.
-
-        Returns:
-            The events of the leader's pieces, and the number of the copies.
-        """
+        """See `RankCopies.upload`."""
         with self._channel.launching():
             self._numbers += 1
             mapped = [(target, self._mapped(source)) for target, source in pairs]
