@@ -1,12 +1,8 @@
 """The database, SQLite or PostgreSQL: documents, modules, jobs, API keys, the ledger."""
 
 from ragcache.db.api_keys import ApiKeyRow, ApiKeys
-from ragcache.db.catalog import (
-    Catalog,
-    CollectionContents,
-    CollectionTexts,
-    CollectionVersion,
-)
+from ragcache.db.catalog import Catalog, CollectionContents
+from ragcache.db.collection_version import CollectionTexts, CollectionVersion
 from ragcache.db.conversations import ConversationDeletion, ConversationStates
 from ragcache.db.database import Database
 from ragcache.db.documents import (

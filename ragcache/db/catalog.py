@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from sqlalchemy import bindparam, delete, func, select, update
@@ -18,6 +18,12 @@ from sqlalchemy.orm import Session
 
 from ragcache.db import jobs
 from ragcache.db.collection_settings import CollectionSettings
+from ragcache.db.collection_version import (
+    EPOCH,
+    CollectionTexts,
+    CollectionVersion,
+    Contents,
+)
 from ragcache.db.database import Database, StaleCache, Unchanged
 from ragcache.db.documents import (
     Deletion,
@@ -61,7 +67,6 @@ from ragcache.errors import CollectionExists, DocumentError, UnknownCollection
 from ragcache.states import KVKey
 
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
-_EPOCH = 1 << 22  # a collection's revisions start at a random multiple of this
 _EPOCHS = 1 << 31
 _VERSIONS = (
     select(CollectionTable.name, CollectionTable.id, CollectionTable.revision)
@@ -86,45 +91,6 @@ _VERSION = (
     )
 )
 """The columns of `CollectionVersion`. Every question reads them, so the statement is built once."""
-
-
-class CollectionTexts(NamedTuple):
-    """Texts that a collection's modules see when they are encoded."""
-
-    instruction: str | None = None
-    """Instruction of its prompts. Defaults to the folder's instruction."""
-    priming: str | None = None
-    """Text in front of modules in later places. Defaults to the built-in one."""
-
-
-class CollectionVersion(NamedTuple):
-    """Version of a collection. Every change of the collection changes it."""
-
-    collection: int
-    """Id of the collection."""
-    revision: int
-    scaffold: int = 0
-    """Id of the newest scaffold. 0 without one."""
-    instruction: str | None = None
-    """As in `CollectionTexts`."""
-    priming: str | None = None
-    """As in `CollectionTexts`."""
-    calibrations: str | None = None
-    """Calibrations of its answers, as `ragcache.answers.confidence` writes them."""
-
-    @property
-    def texts(self) -> CollectionTexts:
-        """Texts that its modules see when they are encoded."""
-        return CollectionTexts(self.instruction, self.priming)
-
-    def covers(self, other: CollectionVersion) -> bool:
-        """Whether documents at this version are at least as new as at another version.
-
-        Revisions are only compared within an epoch: ids of deleted collections are used again.
-        """
-        mine, its = self.revision, other.revision
-        same = self.collection == other.collection and mine // _EPOCH == its // _EPOCH
-        return same and mine >= its
 
 
 @dataclass(frozen=True, slots=True)
@@ -626,13 +592,5 @@ class Catalog:
         Ids of deleted collections are used again. The epoch keeps versions from repeating.
         """
         owner = namespace_id(session, self.namespace)
-        revision = secrets.randbelow(_EPOCHS) * _EPOCH
+        revision = secrets.randbelow(_EPOCHS) * EPOCH
         return {"name": name, "namespace_id": owner, "revision": revision}
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """The modules of a collection at a version."""
-
-    version: CollectionVersion
-    modules: Sequence[ModuleRow]

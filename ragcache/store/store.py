@@ -1,22 +1,20 @@
-"""The KV store: tiers with one ledger, recovery at opening, and background threads."""
+"""The KV store: tiers with one ledger, and background threads."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from sqlalchemy import func, select
 
 from ragcache.db.conversations import expire_conversations
 from ragcache.db.database import Database
@@ -26,14 +24,12 @@ from ragcache.db.observed import expire_observed
 from ragcache.db.references import (
     CONVERSATION_MODE,
     ROOT_MODE,
-    is_unowned,
     needless_roots,
     owned_among,
     retire,
 )
 from ragcache.db.sessions import HEARTBEAT_SECONDS
-from ragcache.db.state_rows import StateMetadata, StateRow
-from ragcache.db.tables import SessionTable, StateTable
+from ragcache.db.state_rows import StateMetadata
 from ragcache.errors import (
     LedgerUnavailable,
     RemoteMismatch,
@@ -46,6 +42,7 @@ from ragcache.states.quantization import KVDtype, StoredStates
 from ragcache.store.leases import CLAIM_PATIENCE, Lease, LeaseManager, LeaseRequest
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import PersistentTiers, SingleFlight
+from ragcache.store.recovery import garbage_collector_paused, recover
 from ragcache.store.tiers import DiskTier, HostTier, Tier
 from ragcache.store.tiers.host import Reserve
 from ragcache.store.tiers.ranks import RankCopies
@@ -158,7 +155,7 @@ class KVStore:
             RemoteMismatch: The ledger names another remote. Nothing has been changed.
         """
         self._check_remote_at_opening()
-        with _garbage_collector_paused():
+        with garbage_collector_paused():
             rows = self.ledger.begin()
             self.persistent.learn(rows)
             self.persistent.learned = self.ledger.tick
@@ -551,48 +548,6 @@ def _once(store: KVStore, work: Callable[[KVStore], None]) -> None:
     except Exception:  # the thread goes on, whatever a round raised
         store.counters.unreadable += 1
         logger.exception("the upkeep of the store failed; it goes on")
-
-
-@contextmanager
-def _garbage_collector_paused() -> Iterator[None]:
-    """Pause the garbage collector.
-
-    It takes a third of the time of reading 100,000 rows, which have no cycles.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-def recover(ledger: Ledger, persistent: PersistentTiers, rows: Sequence[StateRow]) -> None:
-    """Remove states without an owner, rows without a blob, and blobs without a row.
-
-    Blobs that a living process is writing stay.
-    """
-    with ledger.database.reading() as session:
-        alone = session.scalar(select(func.count()).select_from(SessionTable)) == 1
-        retired = list(session.scalars(select(StateTable.key).where(is_unowned()).distinct()))
-    if retired:
-        with ledger.database.transaction() as session:
-            retired = retire(session, retired)
-    persistent.discard(retired)
-    for index in persistent.indexes:
-        if index.tier.traits.shared:
-            continue  # slow to list; `verify` does
-        sizes = {row.key: row.nbytes for row in rows if row.tier == index.name}
-        for key in retired:
-            sizes.pop(key, None)
-        blobs = set(index.tier.scan(sizes))
-        vanished = sorted(sizes.keys() - blobs)
-        if vanished:
-            persistent.evict(index, vanished, "corrupt")
-        persistent.discard(sorted(blobs - sizes.keys()))
-        if alone:
-            index.tier.remove_parts(0.0)
 
 
 def open_tiers(
