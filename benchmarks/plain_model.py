@@ -95,8 +95,8 @@ class PlainModel:
 
     def turned(self, keys: Tensor, delta: int) -> Tensor:
         """Return keys [..., D] moved by `delta` positions."""
-        angles = (delta * self.frequencies).to(self.device)
-        return _rotated(keys, angles.cos().float(), angles.sin().float())
+        sin = self.sin[abs(delta)]
+        return _rotated(keys, self.cos[abs(delta)], sin if delta >= 0 else -sin)
 
     def rotated(self, keys: Tensor, begin: int) -> Tensor:
         """Return keys [..., S, D] turned to positions `begin` and following."""

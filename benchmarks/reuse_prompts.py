@@ -35,6 +35,11 @@ class TokenizedPrompt:
     similar: list[list[list[int]]] = field(default_factory=list)
     """Tokens of the modules of the same set that are most similar to each module, by BM25."""
 
+    @property
+    def length(self) -> int:
+        """Number of tokens of the modules and the question."""
+        return sum(map(len, self.modules)) + len(self.question)
+
     def starts(self, preamble: int) -> list[int]:
         return list(accumulate(map(len, self.modules), initial=preamble))
 
@@ -84,14 +89,18 @@ def schedule(
             done.update(key_of(p.row) for p in chosen)
 
 
-def batches(prompts: Sequence[TokenizedPrompt], size: int) -> Iterator[list[TokenizedPrompt]]:
-    """Yield batches of one setting. All sets take turns."""
+def batches(prompts: Sequence[TokenizedPrompt], tokens: int) -> Iterator[list[TokenizedPrompt]]:
+    """Yield batches of one setting, of at most `tokens` tokens with padding. All sets take turns."""
     waves: dict[tuple[int, int, int], list[TokenizedPrompt]] = {}
     for prompt in prompts:
         row = prompt.row
-        waves.setdefault((row["number"] // 10, row["k"], row["module_tokens"]), []).append(prompt)
-    for (_, k, _), wave in sorted(waves.items(), key=lambda item: item[0]):
-        wave.sort(key=lambda p: sum(map(len, p.modules)))
-        step = max(1, size * 4 // max(k, 4))
-        for begin in range(0, len(wave), step):
-            yield wave[begin : begin + step]
+        waves.setdefault((row["number"] // 25, row["k"], row["module_tokens"]), []).append(prompt)
+    for _, wave in sorted(waves.items(), key=lambda item: item[0]):
+        wave.sort(key=lambda prompt: prompt.length)
+        batch: list[TokenizedPrompt] = []
+        for prompt in wave:
+            if batch and (len(batch) + 1) * prompt.length > tokens:
+                yield batch
+                batch = []
+            batch.append(prompt)
+        yield batch

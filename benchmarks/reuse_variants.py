@@ -358,21 +358,16 @@ class VariantComparison:
         return ((one - other).square() / size).sum((0, 2, 4)).tolist()
 
     def compare(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the figures of each variant, by prompt."""
+        """Return the figures of each variant, by prompt. The first variant is `exact`."""
         count = len(self.prompts)
         found: list[dict[str, Any]] = [{} for _ in range(count)]
-        reference = None
+        reference: list[Tensor] = []
         groups: dict[tuple[bool, int], list[str]] = {}
         for name in names:
             variant = VARIANTS[name]
             cost = max(len(self.computed(variant, n)) for n in range(count))
             size = (cost > 0) + (cost > 20 * len(self.prompts[0].modules))
             groups.setdefault((variant.halved, size), []).append(name)
-        for n, logs in enumerate(self._forced(["exact"], [ReuseVariant("exact")])[0]):
-            found[n]["exact"] = logs
-        reference = [found[n]["exact"].pop("logs") for n in range(count)]
-        for n in range(count):
-            found[n]["exact"] |= self._figures(reference[n], reference[n], n)
         for group in groups.values():
             for begin in range(0, len(group), 12):
                 some = group[begin : begin + 12]
@@ -380,6 +375,8 @@ class VariantComparison:
                 for name, own in zip(some, results, strict=True):
                     for n, each in enumerate(own):
                         logs = each.pop("logs")
+                        if name == "exact":
+                            reference.append(logs)
                         found[n][name] = each | self._figures(logs, reference[n], n)
         return found
 
@@ -465,8 +462,8 @@ def measure(options: argparse.Namespace) -> None:
     with options.rows.open("a", encoding="utf-8") as out:
         for names, part in schedule(prompts, parts, options.full, known):
             if "fitted" in names:
-                fit = fitted(model, texts, prompts, options.batch)
-            for batch in batches(part, options.batch):
+                fit = fitted(model, texts, prompts, options.batch_tokens)
+            for batch in batches(part, options.batch_tokens):
                 if time.perf_counter() - began > options.limit:
                     print(f"{done} prompts, stopped", flush=True)
                     return
@@ -495,7 +492,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def fitted(
-    model: PlainModel, texts: dict[str, Any], prompts: Sequence[TokenizedPrompt], batch: int
+    model: PlainModel, texts: dict[str, Any], prompts: Sequence[TokenizedPrompt], tokens: int
 ) -> StateFit:
     """Fit the correction of primed states to the last four prompts of each set."""
     main: dict[str, list[TokenizedPrompt]] = {}
@@ -504,7 +501,7 @@ def fitted(
             main.setdefault(prompt.row["set"], []).append(prompt)
     chosen = [p for own in main.values() for p in own[-4:]]
     fit = StateFit(model)
-    for part in batches(chosen, batch):
+    for part in batches(chosen, tokens):
         VariantComparison(model, texts, part, 1).teach(fit)
     return fit
 
@@ -539,7 +536,7 @@ def main() -> None:
     for name in ("model", "prompts", "texts", "rows"):
         one.add_argument(name, type=Path)
     one.add_argument("--device", default="cpu")
-    one.add_argument("--batch", type=int, default=8)
+    one.add_argument("--batch-tokens", type=int, default=2**13)
     one.add_argument("--full", type=int, default=40, help="Prompts of a set with all variants.")
     one.add_argument(
         "--parts", default="all,core", help="Of all, later, masses and core, in order."
