@@ -13,13 +13,14 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import random
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,7 +33,7 @@ from ragcache.engine import EncodeJob, EngineConfig, LLMEngine, Request, Segment
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.engine.runner import RaggedModelRunner
-from ragcache.evaluation import Dataset
+from ragcache.evaluation import Dataset, Question
 from ragcache.models import LoadedModel, load_model, prompt_frame
 from ragcache.modes import EXACT, ReuseMode
 from ragcache.pipeline.ask import lay_out
@@ -120,43 +121,54 @@ def prepare(
     with gzip.open(prompts, "wt", encoding="utf-8") as out:
         for name, (file, over) in SETS.items():
             dataset = load_set(data / file, over)
-            for k, tokens, questions in (map(int, s.split(":")) for s in settings.split(",")):
-                sampled = dataset.sample(questions)
-                modules_of = SetModules(sampled, spelled.encode, tokens)
-                for number, each in enumerate(sampled.questions):
-                    texts = modules_of.find(each.question, each.own, k)
+            split: dict[int, SetModules] = {}
+            for k, tokens, most in (map(int, s.split(":")) for s in settings.split(",")):
+                modules_of = split.setdefault(tokens, SetModules(dataset, spelled.encode, tokens))
+                for number, (each, texts) in enumerate(modules_of.drawn(k, most)):
                     question = [*before, *spelled.encode(each.question.strip()), *after]
                     modules = [spelled.encode(text) for text in texts]
-                    if len(modules) == k:
-                        made = ReusePrompt(
-                            name, k, tokens, number, modules, question, list(each.answers)
+                    made = ReusePrompt(
+                        name, k, tokens, number, modules, question, list(each.answers)
+                    )
+                    if number < similar and made.setting == MAIN:
+                        made.similar.extend(
+                            [spelled.encode(t) for t in modules_of.like(text, each.own)]
+                            for text in texts
                         )
-                        if number < similar and made.setting == MAIN:
-                            made.similar.extend(
-                                [spelled.encode(t) for t in modules_of.like(text, each.own)]
-                                for text in texts
-                            )
-                        out.write(json.dumps(asdict(made)) + "\n")
-                        count += 1
+                    out.write(json.dumps(asdict(made)) + "\n")
+                    count += 1
     print(f"{count} prompts")
 
 
 class SetModules:
-    """The modules of a set, found by BM25."""
+    """The questions of a set, and the modules that BM25 finds for them."""
 
     def __init__(self, dataset: Dataset, encode: Callable[[str], list[int]], tokens: int) -> None:
-        split = partial(split_text, limit=tokens, count_tokens=lambda text: len(encode(text)))
-        self.texts = {each.id: split(each.text) for each in dataset.documents}
+        self.questions = dataset.questions
+        self._split = partial(split_text, limit=tokens, count_tokens=lambda text: len(encode(text)))
+        self._documents = {each.id: each.text for each in dataset.documents}
+        self._texts: dict[str, list[str]] = {}
         self._indexed: tuple[tuple[str, ...], list[str], BM25Index] | None = None
+
+    def drawn(self, k: int, most: int) -> Iterator[tuple[Question, list[str]]]:
+        """Yield questions in a random order, each with k modules. Skips questions with fewer."""
+        order = random.Random(0).sample(self.questions, len(self.questions))
+        found = ((each, self.find(each.question, each.own, k)) for each in order)
+        return islice((pair for pair in found if len(pair[1]) == k), most)
 
     def find(self, query: str, documents: tuple[str, ...], count: int) -> list[str]:
         """Return the best texts among documents, or among all if none is named."""
-        chosen = documents or tuple(self.texts)
+        chosen = documents or tuple(self._documents)
         if self._indexed is None or self._indexed[0] != chosen:
-            texts = [text for each in chosen for text in self.texts[each]]
+            texts = [text for each in chosen for text in self._texts_of(each)]
             self._indexed = chosen, texts, BM25Index(dict(enumerate(texts)))
         _, texts, index = self._indexed
         return [texts[number] for number, _ in index.search(query, count)]
+
+    def _texts_of(self, document: str) -> list[str]:
+        if document not in self._texts:
+            self._texts[document] = self._split(self._documents[document])
+        return self._texts[document]
 
     def like(self, text: str, documents: tuple[str, ...]) -> list[str]:
         """Return the three texts that are most similar to one."""

@@ -43,7 +43,8 @@ def _all_variants() -> dict[str, ReuseVariant]:
     rooted, primed = ReuseVariant("rooted"), ReuseVariant("primed")
     primed16 = replace(primed, first=(16,))
     found = {
-        "exact": ReuseVariant("exact"), "rooted": rooted, "primed": primed, "primed:8": replace(primed, first=(8,)),
+        "exact": ReuseVariant("exact"), "rooted": rooted, "primed": primed,
+        "primed:8": replace(primed, first=(8,)),
         "primed:16": primed16, "primed:32": replace(primed, first=(32,)),
         "primed:64": replace(primed, first=(64,)), "primed:128": replace(primed, first=(128,)),
         "linked:16": replace(rooted, first=(16,)),
@@ -93,7 +94,8 @@ CORE = ["exact", "rooted", "primed", "primed:16", "primed:64"]
 """Variants that are measured on all prompts."""
 
 LATER = [
-    *CORE, "primed:128", "linked:16", "blend:20", "exact, bfloat16 states", "exact, bfloat16 products", "exact, other order",
+    *CORE, "primed:128", "linked:16", "blend:20",
+    "exact, bfloat16 states", "exact, bfloat16 products", "exact, other order",
     "similar", "similar, 16", "3 similar", "3 similar, 16", "before, 16", "exact of neighbors",
     "mean shift", "fitted", "fitted, 16", "primed:16, drift 0.5", "primed:16, drift 1.0",
     "primed:16, drift of values",

@@ -36,6 +36,10 @@ class TokenizedPrompt:
     """Tokens of the modules of the same set that are most similar to each module, by BM25."""
 
     @property
+    def setting(self) -> tuple[int, int]:
+        return self.row["k"], self.row["module_tokens"]
+
+    @property
     def length(self) -> int:
         """Number of tokens of the modules and the question."""
         return sum(map(len, self.modules)) + len(self.question)
@@ -73,7 +77,7 @@ def schedule(
     prompts: Sequence[TokenizedPrompt], parts: Sequence[str], full: int, known: Set[Key]
 ) -> Iterator[tuple[list[str], list[TokenizedPrompt]]]:
     """Yield variants, and the prompts that they are measured on."""
-    main = [p for p in prompts if (p.row["k"], p.row["module_tokens"]) == MAIN]
+    main = [p for p in prompts if p.setting == MAIN]
     first = [p for p in main if p.row["number"] < full]
     done = set(known)
     for part in parts:
@@ -81,8 +85,8 @@ def schedule(
             yield [], first
         elif part == "core":
             left = [p for p in prompts if key_of(p.row) not in done]
-            yield CORE, [p for p in left if p in main]
-            yield CORE, [p for p in left if p not in main]
+            yield CORE, [p for p in left if p.setting == MAIN]
+            yield CORE, [p for p in left if p.setting != MAIN]
         else:
             chosen = [p for p in first if p.similar or part == "all"]
             yield list(VARIANTS) if part == "all" else LATER, chosen
@@ -90,11 +94,10 @@ def schedule(
 
 
 def batches(prompts: Sequence[TokenizedPrompt], tokens: int) -> Iterator[list[TokenizedPrompt]]:
-    """Yield batches of one setting, of at most `tokens` tokens with padding. All sets take turns."""
+    """Yield batches of one setting and all sets, of at most `tokens` tokens with padding."""
     waves: dict[tuple[int, int, int], list[TokenizedPrompt]] = {}
     for prompt in prompts:
-        row = prompt.row
-        waves.setdefault((row["number"] // 25, row["k"], row["module_tokens"]), []).append(prompt)
+        waves.setdefault((prompt.row["number"] // 25, *prompt.setting), []).append(prompt)
     for _, wave in sorted(waves.items(), key=lambda item: item[0]):
         wave.sort(key=lambda prompt: prompt.length)
         batch: list[TokenizedPrompt] = []

@@ -497,7 +497,7 @@ def fitted(
     """Fit the correction of primed states to the last four prompts of each set."""
     main: dict[str, list[TokenizedPrompt]] = {}
     for prompt in prompts:
-        if (prompt.row["k"], prompt.row["module_tokens"]) == MAIN:
+        if prompt.setting == MAIN:
             main.setdefault(prompt.row["set"], []).append(prompt)
     chosen = [p for own in main.values() for p in own[-4:]]
     fit = StateFit(model)
