@@ -141,6 +141,8 @@ def main(
     device: Annotated[str, typer.Option(help="Where.")] = "cuda",
     modes: Annotated[str, typer.Option(help="Modes, with commas.")] = ",".join(MODES),
     document_tokens: Annotated[int, typer.Option(help="Tokens of each document.")] = 1024,
+    question_tokens: Annotated[int, typer.Option(help="Tokens of each question.")] = 64,
+    runs: Annotated[int, typer.Option(help="Questions in each mode that count.")] = 7,
     json_file: JsonFile = None,
 ) -> None:
     """Measure first tokens and steps of modes of reuse."""
@@ -149,8 +151,8 @@ def main(
         lambda progress: bench_modes(
             shapes,
             device,
-            GpuWorkload(documents=16, document_tokens=document_tokens),
-            TimesSetting(tuple(modes.split(","))),
+            GpuWorkload(documents=16, document_tokens=document_tokens, question=question_tokens),
+            TimesSetting(tuple(modes.split(",")), runs=runs),
             progress,
         )
     )

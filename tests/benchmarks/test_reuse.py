@@ -7,7 +7,9 @@ import json
 import pytest
 import reuse
 
+from ragcache.documents import SourceDocument
 from ragcache.engine import EngineConfig, LLMEngine
+from ragcache.evaluation import Dataset, Question
 from ragcache.models import LoadedModel
 from ragcache.modes import ReuseMode
 from tests.tiny_models import random_tokens
@@ -40,3 +42,17 @@ def test_modes_are_measured_against_an_ordinary_prefill(tiny_reader: LoadedModel
     assert figures["rooted"]["ratio"] == [1.0, 1.0, 1.0]
     assert figures["primed:999"]["ratio"][0] < 1e-2
     assert figures["primed"]["f1_over_exact"] == [0.0, 0.0, 0.0]
+
+
+def test_questions_are_drawn_until_enough_have_k_modules() -> None:
+    texts = ["\n\n".join(f"The fact of number {n}." for n in range(count)) for count in range(1, 7)]
+    documents = [SourceDocument(str(n), text) for n, text in enumerate(texts)]
+    questions = [Question(str(n), "Which fact?", (), own=(str(n),)) for n in range(6)]
+    dataset = Dataset("test", "", tuple(questions), tuple(documents))
+    modules = reuse.SetModules(dataset, lambda text: [0] * len(text), tokens=32)
+    found = list(modules.drawn(3, most=3))
+    assert len(found) == 3
+    assert found == list(modules.drawn(3, most=3))
+    for question, chosen in found:
+        assert question.own[0] in "2345", "the other documents have fewer modules"
+        assert len(set(chosen)) == 3

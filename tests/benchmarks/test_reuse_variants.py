@@ -10,7 +10,7 @@ import torch
 from plain_model import PlainModel, Shape
 from reuse_fit import StateFit
 from reuse_ideas import VARIANTS, ReuseVariant
-from reuse_prompts import TokenizedPrompt
+from reuse_prompts import TokenizedPrompt, batches
 from reuse_variants import VariantComparison
 
 from tests.tiny_models import random_tokens, tiny_model
@@ -89,3 +89,16 @@ def test_variants_that_compute_all_tokens_are_exact(model: tuple[Any, PlainModel
         assert 2.5 <= row["primed, question 5 %"]["computed"] <= 10, "whole runs"
         assert row["exact, bfloat16 states"]["kl"] < row["rooted"]["kl"]
     assert replace(VARIANTS["primed"], first=(16,)) == VARIANTS["primed:16"]
+
+
+def test_batches_have_one_setting_and_bounded_tokens() -> None:
+    prompts = [
+        TokenizedPrompt({"number": n, "k": k, "module_tokens": 8}, [[0] * (n + 1)] * k, [0], [])
+        for n in range(9)
+        for k in (1, 2)
+    ]
+    found = list(batches(prompts, 30))
+    assert sorted(id(each) for batch in found for each in batch) == sorted(map(id, prompts))
+    for batch in found:
+        assert len({each.setting for each in batch}) == 1
+        assert len(batch) * max(each.length for each in batch) <= 30
