@@ -36,11 +36,8 @@ from torch import Tensor
 from ragcache.machine import keep_freed_memory, process_memory
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.dtype import choose_dtypes, convert
-from ragcache.models.quantized import (
-    choose_quantization,
-    quantize_model,
-    use_packed_products,
-)
+from ragcache.models.quantized import quantize_model, use_packed_products
+from ragcache.models.quantized_trial import choose_quantization
 
 SHAPES: Mapping[str, LlamaShape] = {
     "0.5b": LlamaShape(24, 896, 14, 2, 4864, 151_936, 32_768, 1e6),

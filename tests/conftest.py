@@ -181,6 +181,17 @@ def _default_model(float_reader: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _checkpoints_are_kept_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What transformers makes of the checkpoints of tests is not kept beyond them."""
+    from ragcache.models import plain_checkpoint
+
+    kept = tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_checkpoint, "kept_folder", lambda: kept)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _modes_are_forced() -> Iterator[None]:
     """No folder of a test measures modes before it answers, nor do the programs that tests start;
     those of the gate say `force_modes=False`."""

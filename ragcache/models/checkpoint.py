@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -87,7 +91,10 @@ def load_checkpoint(
     from ragcache.models.quantized import load_quantized, quantize_model
 
     if text is config:
-        return load_quantized(source, text_class(text), text, str(quantization), read)
+        place = Path(source)
+        folder = place if place.is_dir() else Path(cached_file(source, "config.json")).parent
+        fill = partial(_model_of, folder, config)
+        return load_quantized(folder, str(quantization), read, fill)
     model = read()
     quantize_model(model, str(quantization))
     return model
@@ -105,10 +112,24 @@ def _read(source: str, config: Any, dtype: torch.dtype | str) -> Any:
     return text_model(whole)
 
 
+def _model_of(folder: Path, config: Any, weights: Mapping[str, Tensor]) -> Any:
+    """A model of these weights. Others are numbers of no size until they are replaced."""
+    kind = text_class(config)
+    dtype = next(each.dtype for each in weights.values() if each.is_floating_point())
+    with torch.device("meta"):
+        shapes = {name: each.shape for name, each in kind._from_config(config).named_parameters()}
+    nothing = torch.zeros((), dtype=dtype)
+    state = {name: nothing.expand(shape) for name, shape in shapes.items()}
+    model = kind.from_pretrained(None, config=config, state_dict={**state, **weights}, dtype=dtype)
+    with suppress(OSError):  # there is no file: the configuration's own
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
 def _check_quantization(config: Any, text: Any, quantization: str) -> None:
     """Raises `ConfigurationError` where weights were stored quantized, and `UnsupportedModel`."""
     from ragcache.models.packed import required_kernels
-    from ragcache.models.quantized import check_family
+    from ragcache.models.quantized_trial import check_family
 
     if getattr(config, "quantization_config", None):
         raise ConfigurationError(

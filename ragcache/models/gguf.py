@@ -24,15 +24,29 @@ import torch
 import xxhash
 from filelock import FileLock
 from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import Tensor
 
 from ragcache.errors import ConfigurationError
 from ragcache.files import sync
+from ragcache.models.plain import PlainConfig, unknown_entry
+from ragcache.models.quiet import quiet_loading
 
 CONVERSION = 1
 """Version of the conversion. Raise it if the same file becomes another checkpoint."""
 _STEPS = 10  # lines that report the progress of one conversion
 _PIECE = 2**22  # bytes of a file that are read at once
 _HEADER = 12  # bytes of an array in the metadata before its elements: their type and number
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+"""Names of a plain model's modules for the names in a GGUF file."""
+_INTERLEAVED = ("llama", "mistral")
 _patching = threading.Lock()  # one conversion at a time replaces functions of the package gguf
 
 logger = logging.getLogger(__name__)
@@ -93,25 +107,21 @@ def _digest(file: Path) -> str:
 
 def _write_checkpoint(file: Path, folder: Path) -> None:
     """Write the checkpoint of a GGUF file under another name, sync it, and name it `folder`."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     from ragcache.models.families import family_of
 
     logger.info("converting %s to a checkpoint, once", file.name)
     part = folder.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
-    source: dict[str, Any] = {"gguf_file": file.name}
-    with _quick_reading(file):
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
-        config = AutoConfig.from_pretrained(file.parent, **source)
-        family_of(config).check(config)  # before anything is multiplied out
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent, config=config, dtype=torch.bfloat16, **source
-        )
-    model.hf_quantizer.remove_quantization_config(model)
     try:
-        tokenizer.save_pretrained(part)
-        model.save_pretrained(part)
+        with quiet_loading(), _quick_reading(file) as reader:
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+            family_of(config).check(config)  # before anything is multiplied out
+            tokenizer.save_pretrained(part)
+            if not _write_plain(reader, config, part):
+                _write_model(file, config, part)
         for written in (*part.iterdir(), part):
             sync(written)
         part.rename(folder)
@@ -120,9 +130,63 @@ def _write_checkpoint(file: Path, folder: Path) -> None:
     logger.info("converted %s; the checkpoint is %s", file.name, folder)
 
 
+def _write_model(file: Path, config: Any, folder: Path) -> None:
+    """Write configuration and weights as transformers reads them."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, config=config, dtype=torch.bfloat16, gguf_file=file.name
+    )
+    model.hf_quantizer.remove_quantization_config(model)
+    model.save_pretrained(folder)
+
+
+def _write_plain(reader: Any, config: Any, folder: Path) -> bool:
+    """Write configuration and weights of a plain model, which need no model of transformers.
+    Returns whether it is one."""
+    from transformers import GenerationConfig
+
+    from ragcache.models.checkpoint import text_class
+
+    if unknown_entry(PlainConfig(**config.to_dict())) is not None:
+        return False
+    names = {tensor.name: _plain_name(tensor.name) for tensor in reader.tensors}
+    if None in names.values():
+        return False
+    weights = {names[tensor.name]: _weight(tensor, config) for tensor in reader.tensors}
+    config.dtype, config.architectures = torch.bfloat16, [text_class(config).__name__]
+    config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return True
+
+
+def _plain_name(name: str) -> str | None:
+    """The name of a plain model's weight for the name in a GGUF file, if there is one."""
+    *places, kind = name.split(".")
+    if places[0] == "blk" and len(places) == 3 and places[2] in _LAYER_NAMES:
+        return f"model.layers.{places[1]}.{_LAYER_NAMES[places[2]]}.{kind}"
+    known = _NAMES.get(".".join(places))
+    return None if known is None else f"{known}.{kind}"
+
+
+def _weight(tensor: Any, config: Any) -> Tensor:
+    """A weight of a GGUF file in bfloat16."""
+    import gguf
+
+    weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).bfloat16()
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    count = heads.get(tensor.name.split(".")[-2])
+    if count is None or config.model_type not in _INTERLEAVED:
+        return weight
+    # dimensions 2i and 2i + 1 of a head turn as a pair there
+    return weight.view(count, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
 @contextmanager
-def _quick_reading(file: Path) -> Iterator[None]:
-    """Within it, transformers gets one parsed reader of a file, and its weights by all threads."""
+def _quick_reading(file: Path) -> Iterator[Any]:
+    """A parsed reader of a file. Within the block, transformers gets it, too, and everyone gets
+    weights by all threads."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as legacy
 
@@ -137,7 +201,7 @@ def _quick_reading(file: Path) -> Iterator[None]:
         ):
             patches.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, new)
-        yield
+        yield reader
 
 
 def _in_threads(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from importlib.util import find_spec
-from logging import ERROR, NOTSET, getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -31,7 +29,10 @@ from ragcache.models.dtype import (
     parse_dtype,
 )
 from ragcache.models.model import CausalLM
-from ragcache.models.reader import READER, ReaderLM, read_reader
+from ragcache.models.plain import PlainLM, PlainModel
+from ragcache.models.plain_checkpoint import PlainCheckpoint, find_plain, keep_plain
+from ragcache.models.quiet import quiet_loading
+from ragcache.models.reader import READER, read_reader
 from ragcache.models.tokenizer import PromptTokenizer, tokenizer_fingerprint
 from ragcache.modes import PRIMED, ROOTED, ReuseMode
 
@@ -53,7 +54,6 @@ _DIRECTIVES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "dmyHIMSj"
 _DIRECTIVES += [f"%{letter}" for letter in "aAwbBYpfUWcxXeFDTGuVZz"]
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _HUB_SECONDS = 3.0  # that the model hub has to answer
-_LOUD = ("torchao", "torch.utils._pytree")
 _MARK = "\u2063ragcache\u2063"  # placeholder for the content of the user turn; no text contains it
 
 
@@ -166,19 +166,13 @@ def load_model(
         check_options(place, quantization, tensor_parallel, embedded=source == str(READER))
     if place.type != "cpu" and quantization == AUTO:
         quantization = None
-    plain = place.type == "cpu" and not long_context and quantization in (None, AUTO)
-    if embedded := plain and source == str(READER):
+    plain = place.type == "cpu" and not long_context and tensor_parallel == 1
+    if plain and source == str(READER) and quantization in (None, AUTO):
         model, tokenizer = read_reader(READER)
         stored, quantization = model.dtype, None
     else:
-        model, tokenizer, stored, quantization = _read_checkpoint(
-            source,
-            wanted,
-            long_context=long_context,
-            quantization=quantization,
-            ranks=tensor_parallel,
-            recall=recall,
-        )
+        reading = _Reading(wanted, long_context, quantization, tensor_parallel, recall)
+        model, tokenizer, stored, quantization = _read_checkpoint(source, reading, plain=plain)
     choice = choose_dtypes(
         model,
         place,
@@ -192,7 +186,7 @@ def load_model(
         choice = _quantize(model, quantization, choice, place, recall)
     # ranks copy their parts from main memory, each to its own device
     home = place if tensor_parallel == 1 else torch.device("cpu")
-    causal = _wrap(convert(model, choice.compute).to(home), embedded=embedded)
+    causal = _wrap(convert(model, choice.compute).to(home))
     causal.states_dtype = choice.states
     called = "ragcache-reader" if name is None else source
     return LoadedModel(
@@ -215,58 +209,52 @@ def _default_mode(causal: CausalLM) -> ReuseMode:
     return PRIMED if causal.divides and causal.scheme.movable else ROOTED
 
 
-def _wrap(model: Any, *, embedded: bool) -> CausalLM:
-    """Patch a model, or wrap the embedded reader, which needs no transformers."""
-    if embedded:
-        return ReaderLM(model)
+def _wrap(model: Any) -> CausalLM:
+    """Wrap a plain model, or patch one of transformers."""
+    if isinstance(model, PlainModel):
+        return PlainLM(model)
     from ragcache.models.trial import wrap
 
     return wrap(model)
 
 
-def _read_checkpoint(
-    source: str,
-    dtype: torch.dtype | None,
-    *,
-    long_context: bool,
-    quantization: str | None,
-    ranks: int,
-    recall: Recall,
-) -> tuple[Any, Any, torch.dtype, str | None]:
-    """Model and tokenizer of transformers, the dtype of the file, and the quantization that `auto`
-    stands for. Raises as `load_model`."""
+class _Reading(NamedTuple):
+    """How a checkpoint is read. See `load_model`."""
+
+    dtype: torch.dtype | None
+    long_context: bool
+    quantization: str | None
+    ranks: int
+    recall: Recall
+
+
+class _Checkpoint(NamedTuple):
+    """A checkpoint that was read."""
+
+    model: Any
+    tokenizer: Any
+    stored: Any
+    """Dtype of its file."""
+    quantization: str | None
+    """The quantization that `auto` stands for."""
+
+
+def _read_checkpoint(source: str, reading: _Reading, *, plain: bool) -> _Checkpoint:
+    """Read a checkpoint, without transformers if `plain` allows it and what transformers made of
+    its files is kept. Raises as `load_model`."""
     from safetensors import SafetensorError
 
     gguf = source.endswith(".gguf")
     # A name that nothing answers to fails before transformers is imported, which takes seconds.
     place = source if gguf else _local_or_hub(source)
     try:
+        place = _converted(source) if gguf else place
+        folder = _checkpoint_folder(place) if plain else None
+        known = None if folder is None else find_plain(folder)
+        if known is not None:
+            return _read_plain(known, reading)
         with quiet_loading():
-            from transformers import AutoConfig, AutoTokenizer
-
-            from ragcache.models.checkpoint import load_checkpoint, text_class
-
-            place = _converted(source) if gguf else place
-            tokenizer = AutoTokenizer.from_pretrained(place)
-            config = AutoConfig.from_pretrained(place)
-            text = config.get_text_config(decoder=True)
-            stored: Any = config.dtype or text.dtype or dtype
-            if ranks > 1:
-                from ragcache.models.parallel.plans import check_split
-
-                check_split(text_class(text), text, ranks)
-            if quantization == AUTO:
-                from ragcache.models.quantized import choose_quantization
-
-                quantization = choose_quantization(
-                    text_class(text), text, AUTO, dtype or stored or torch.float32, recall
-                )
-            model = load_checkpoint(
-                place,
-                None if quantization else dtype,
-                long_context=long_context,
-                quantization=quantization,
-            )
+            return _read_by_transformers(place, reading, folder)
     except (UnsupportedModel, ConfigurationError, MissingExtra, ModelNotFound):
         raise
     except (OSError, ValueError, ImportError, SafetensorError) as error:
@@ -275,7 +263,56 @@ def _read_checkpoint(
             "and tokenizer, or the name of a hub model that this machine can reach; without a "
             "model the embedded reader is used"
         ) from error
-    return model, tokenizer, stored, quantization
+
+
+def _read_plain(checkpoint: PlainCheckpoint, reading: _Reading) -> _Checkpoint:
+    """Read a checkpoint without transformers."""
+    model, quantization = checkpoint.read_model(reading.dtype, reading.quantization, reading.recall)
+    return _Checkpoint(model, checkpoint.read_tokenizer(), checkpoint.dtype, quantization)
+
+
+def _read_by_transformers(place: str, reading: _Reading, folder: Path | None) -> _Checkpoint:
+    """Read a checkpoint by transformers, or let it say how to read it without. folder: of its
+    files, if it may be read without."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from ragcache.models.checkpoint import load_checkpoint, text_class
+
+    tokenizer, config = AutoTokenizer.from_pretrained(place), AutoConfig.from_pretrained(place)
+    if folder is not None and (known := keep_plain(folder, tokenizer, config)) is not None:
+        return _read_plain(known, reading)
+    dtype, long_context, quantization, ranks, recall = reading
+    text = config.get_text_config(decoder=True)
+    stored: Any = config.dtype or text.dtype or dtype
+    if ranks > 1:
+        from ragcache.models.parallel.plans import check_split
+
+        check_split(text_class(text), text, ranks)
+    if quantization == AUTO:
+        from ragcache.models.quantized_trial import choose_quantization
+
+        quantization = choose_quantization(
+            text_class(text), text, AUTO, dtype or stored or torch.float32, recall
+        )
+    model = load_checkpoint(
+        place,
+        None if quantization else dtype,
+        long_context=long_context,
+        quantization=quantization,
+    )
+    return _Checkpoint(model, tokenizer, stored, quantization)
+
+
+def _checkpoint_folder(place: str) -> Path | None:
+    """The folder of a checkpoint, here or in the hub's cache."""
+    if Path(place).is_dir():
+        return Path(place)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(place, "config.json")).parent
+    except (OSError, ValueError):  # transformers says what is wrong
+        return None
 
 
 def _quantize(
@@ -434,25 +471,3 @@ def _strftime_macro(day: datetime) -> str:
         "{{- '' if loop.first else '%' -}}{{- part" + filters + " -}}"
         "{%- endfor -%}{%- endmacro +%}"
     )
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Holds back transformers' progress bars and advice while a model loads, and what torchao says
-    of kernels for other machines when transformers imports it."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    loud = [name for name in _LOUD if not getLogger(name).level]
-    for name in loud:
-        getLogger(name).setLevel(ERROR)
-    try:
-        yield
-    finally:
-        for name in loud:
-            getLogger(name).setLevel(NOTSET)
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

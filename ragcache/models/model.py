@@ -375,8 +375,8 @@ def _positions(config: Any) -> int:
 
 def model_fingerprint(model: Any, states_dtype: torch.dtype | None = None) -> str:
     """A SHA-256 of configuration, dtypes and weights: of every weight tensor the name, shape, dtype
-    and all bytes, hashed in threads. Weights whose digests were kept with them are not read again
-    (`ragcache.models.quantized`).
+    and all bytes, hashed in threads. Tied weights count once. Weights whose digests were kept with
+    them (`content_digests` of a model, by `content_name`) are not read again.
 
     Args:
         model: The Hugging Face model.
@@ -385,16 +385,30 @@ def model_fingerprint(model: Any, states_dtype: torch.dtype | None = None) -> st
     digest = hashlib.sha256(_config_text(model.config).encode())
     if states_dtype not in (None, model.dtype):
         digest.update(f"states|{states_dtype}|".encode())
-    parts = [(name, weight.detach()) for name, weight in sorted(model.state_dict().items())]
+    parts = distinct_weights(model)
     known: Mapping[str, bytes] = getattr(model, "content_digests", {})
-    rest = [each for name, each in parts if content_name(name, each) not in known]
-    with ThreadPoolExecutor(min(_MOST_HASHERS, os.cpu_count() or 1)) as threads:
-        found = threads.map(content_digest, rest)
-        for name, tensor in parts:
-            called = content_name(name, tensor)
-            content = known[called] if called in known else next(found)
-            digest.update(called.encode() + content)
+    rest = {name: each for name, each in parts.items() if content_name(name, each) not in known}
+    digests = {**known, **content_digests(rest)}
+    for name, tensor in parts.items():
+        called = content_name(name, tensor)
+        digest.update(called.encode() + digests[called])
     return digest.hexdigest()[:32]
+
+
+def distinct_weights(model: Any) -> dict[str, Tensor]:
+    """All tensors of a model in the order of their names. Tied weights have one name."""
+    named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied = named - {name for name, _ in model.named_parameters()}
+    state = sorted(model.state_dict().items())
+    return {name: weight.detach() for name, weight in state if name not in tied}
+
+
+def content_digests(weights: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Digests of weights by `content_name`, computed in threads."""
+    with ThreadPoolExecutor(min(_MOST_HASHERS, os.cpu_count() or 1)) as threads:
+        found = threads.map(content_digest, weights.values())
+        names = [content_name(*each) for each in weights.items()]
+        return dict(zip(names, found, strict=True))
 
 
 def content_name(name: str, tensor: Tensor) -> str:

@@ -12,7 +12,6 @@ no more.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -24,14 +23,11 @@ import torch
 import xxhash
 from huggingface_hub import cached_assets_path
 from torch import Tensor, nn
-from transformers import GenerationConfig
-from transformers.utils import cached_file
 
 from ragcache.errors import UnsupportedModel
 from ragcache.machine import available_memory
 from ragcache.models.dtype import (
     AUTO,
-    FP8,
     INT4,
     INT8,
     MEMORY_SHARE,
@@ -41,13 +37,10 @@ from ragcache.models.dtype import (
     timing_name,
     vocabulary_weights,
 )
-from ragcache.models.families import family_of
-from ragcache.models.fp8 import quantize_fp8
-from ragcache.models.model import content_digest, content_name
+from ragcache.models.model import content_digests, content_name
 from ragcache.models.native import GROUP, TILE, Packed
 from ragcache.models.packed import PackedLinear, few_rows, packs, required_kernels
 from ragcache.models.projections import linear_groups, replace_linears
-from ragcache.models.trial import SEEDS, TOLERANCE, tiny_config, tiny_model, trial_difference
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +53,6 @@ _NEAR = 0.01  # error of a layer in 4 bits, relative to its weights, of which `a
 _SAMPLE = 128  # rows of a weight that choose its bits
 _REST = "rest."  # before the names of tensors of a file that are not packed
 _DIGESTS = "digests"  # name of the digests of all tensors of a packed model in its file
-_GENERATION = "generation"  # name of the generation's configuration there, as JSON
 
 Kept = Mapping[str, Any]
 """A packed model: `N.weight` and `N.scales` of its N-th place, `rest.NAME` of other tensors, and
@@ -131,7 +123,10 @@ def packed_layers(model: Any) -> list[PackedLinear]:
 
 
 def load_quantized(
-    source: str, kind: type[Any], config: Any, quantization: str, load: Callable[[], Any]
+    folder: Path,
+    quantization: str,
+    load: Callable[[], Any],
+    fill: Callable[[Mapping[str, Tensor]], Any],
 ) -> Any:
     """A model with packed weights.
 
@@ -140,16 +135,16 @@ def load_quantized(
     read.
 
     Args:
-        source: Folder or hub name of the checkpoint.
-        kind: Class of the model.
-        config: Configuration of the model.
+        folder: Folder of the checkpoint.
         quantization: As for `quantize_model`.
         load: Reads the checkpoint.
+        fill: Makes a model of the tensors that are not packed. What it puts in the place of others
+            is replaced.
     """
-    file = packed_folder() / f"{_identity(source, quantization)}.pt"
+    file = packed_folder() / f"{_identity(folder, quantization)}.pt"
     if (kept := _read_packed(file)) is not None:
         try:
-            return _restore(kind, config, quantization, kept)
+            return _restore(fill, quantization, kept)
         except (KeyError, RuntimeError) as error:
             logger.warning("packed weights cannot be read, and are packed again: %s", error)
     model = load()
@@ -162,7 +157,7 @@ def load_quantized(
         and (kept := _read_packed(file)) is not None
     ):
         del model, packed, rest
-        return _restore(kind, config, quantization, kept)
+        return _restore(fill, quantization, kept)
     return model
 
 
@@ -200,11 +195,8 @@ def _bits(layers: Sequence[nn.Linear], quantization: str, *, is_head: bool) -> i
     return 4 if error <= _NEAR**2 * float(sample.square().sum()) else 8
 
 
-def _identity(source: str, quantization: str) -> str:
+def _identity(folder: Path, quantization: str) -> str:
     """Digest of names, sizes and times of a checkpoint's files, and of the packing."""
-    folder = (
-        Path(source) if Path(source).is_dir() else Path(cached_file(source, "config.json")).parent
-    )
     digest = xxhash.xxh3_128(f"{PACKING}|{quantization}|{folder.resolve()}".encode())
     for file in sorted(folder.iterdir()):
         if file.suffix in (".safetensors", ".bin", ".json"):
@@ -229,22 +221,16 @@ def _read_packed(file: Path) -> Kept | None:
     return kept
 
 
-def _restore(kind: type[Any], config: Any, quantization: str, kept: Kept) -> Any:
-    """The model of a file. Weights that were packed have numbers of no size in their place until
-    they are replaced. Raises `KeyError` or `RuntimeError` where the file holds another model's."""
-    rest = {name.removeprefix(_REST): each for name, each in kept.items() if name.startswith(_REST)}
-    dtype = next(each.dtype for each in rest.values() if each.is_floating_point())
-    with torch.device("meta"):
-        shapes = {name: each.shape for name, each in kind._from_config(config).named_parameters()}
-    nothing = torch.zeros((), dtype=dtype)
-    state = {name: nothing.expand(shape) for name, shape in shapes.items()}
-    model = kind.from_pretrained(None, config=config, state_dict=state | rest, dtype=dtype)
+def _restore(fill: Callable[[Mapping[str, Tensor]], Any], quantization: str, kept: Kept) -> Any:
+    """The model of a file. Raises `KeyError` or `RuntimeError` where it holds another model's."""
+    model = fill({n.removeprefix(_REST): each for n, each in kept.items() if n.startswith(_REST)})
     quantize_model(model, quantization, kept)
-    digests = kept[_DIGESTS]
-    if {content_name(*each) for each in model.state_dict().items()} != digests.keys():
+    digests, state = kept[_DIGESTS], model.state_dict()
+    if {content_name(*each) for each in state.items()} != digests.keys():
         raise RuntimeError("the file holds the weights of other layers")
+    if any(each.is_meta for each in state.values()):
+        raise RuntimeError("the file lacks weights of the model")
     model.content_digests = {name: bytes.fromhex(each) for name, each in digests.items()}
-    model.generation_config = GenerationConfig.from_dict(json.loads(kept[_GENERATION]))
     return model
 
 
@@ -262,9 +248,8 @@ def _keep_packed(
     kept: dict[str, Any] = {f"{_REST}{name}": each for name, each in rest.items()}
     for number, each in enumerate(packed):
         kept |= {f"{number}.weight": each.weight, f"{number}.scales": each.scales}
-    state = model.state_dict().items()
-    kept[_DIGESTS] = {content_name(name, each): content_digest(each).hex() for name, each in state}
-    kept[_GENERATION] = model.generation_config.to_json_string(use_diff=False)
+    digests = content_digests(model.state_dict())
+    kept[_DIGESTS] = {name: each.hex() for name, each in digests.items()}
     part = file.with_suffix(f".{os.getpid()}.part")
     try:
         try:
@@ -278,71 +263,29 @@ def _keep_packed(
     return True
 
 
-def choose_quantization(
-    kind: type[Any],
-    config: Any,
-    quantization: str | None,
-    dtype: torch.dtype,
-    recall: Recall = measure_anew,
+def auto_quantization(
+    model: Any, dtype: torch.dtype, recall: Recall, check: Callable[[], None]
 ) -> str | None:
     """The quantization that `auto` stands for: itself, 4 bits where 8 do not fit the memory, none
-    where packed weights are not quicker on this machine or the family is not served with them.
+    where packed weights are not quicker on this machine or the model is not served with them.
 
     Args:
-        kind: Class of the model.
-        config: Its configuration.
-        quantization: The name that was given.
+        model: The model, on the meta device.
         dtype: Dtype of the computation.
         recall: Keeps times for later processes.
+        check: Raises `UnsupportedModel` if the model is not served with packed weights.
     """
-    if quantization != AUTO:
-        return quantization
-    if getattr(config, "quantization_config", None):
-        return None
     if not _few_rows(8, dtype, recall):
         return None
     try:
-        check_family(kind, config)
+        check()
     except UnsupportedModel:
         return None
-    with torch.device("meta"):
-        size = sum(each.numel() for each in kind(config).parameters())
+    size = sum(each.numel() for each in model.parameters())
     return AUTO if size <= MEMORY_SHARE * available_memory() else INT4
 
 
-def check_family(kind: type[Any], config: Any, quantization: str = INT8) -> None:
-    """Check that a family can be served with quantized weights, before weights are read.
-
-    Tries a tiny random model (`ragcache.models.trial`). Raises `UnsupportedModel` where most
-    weights are in no linear layer, or code reads weights past its layers.
-    """
-    family = family_of(config)
-    family.check(config)
-    with torch.device("meta"):
-        _check_gain(kind._from_config(config))
-    differences = []
-    try:
-        for seed in SEEDS:
-            tiny = tiny_model(kind, tiny_config(config, family), seed)
-            if quantization == FP8:
-                quantize_fp8(tiny, tiny.get_output_embeddings(), tiny.device)
-            else:
-                quantize_model(tiny, INT8)
-            differences.append(trial_difference(tiny))
-            if differences[-1] <= TOLERANCE:
-                return
-    except Exception as error:  # code of models raises any type
-        raise UnsupportedModel(
-            f"models of type {config.model_type!r} are not served with quantized weights: their "
-            f"code reads weights itself ({type(error).__name__}: {error}). Leave quantization out"
-        ) from error
-    raise UnsupportedModel(
-        f"models of type {config.model_type!r} are not served with quantized weights: answers over "
-        f"kept states would differ by {min(differences):.1%}. Leave quantization out"
-    )
-
-
-def _check_gain(model: Any) -> None:
+def check_gain(model: Any) -> None:
     """Raises `UnsupportedModel` where most weights of the layers would stay as they are, as fused
     experts and the convolutions of GPT-2 do."""
     vocabulary = vocabulary_weights(model)

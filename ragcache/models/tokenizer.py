@@ -116,7 +116,11 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A digest of vocabulary and merges: the serialized tokenizer without the padding and
-    truncation that its last caller set, and how texts are put to it."""
+    truncation that its last caller set, and how texts are put to it. A tokenizer may have kept
+    it."""
+    kept: str | None = getattr(tokenizer, "kept_fingerprint", None)
+    if kept is not None:
+        return kept
     backend = getattr(tokenizer, "backend_tokenizer", None)
     entries = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     if backend is not None:

@@ -11,7 +11,7 @@ log-probabilities of all tokens after them must be equal to Hugging Face's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,18 +47,21 @@ def wrap(model: Any) -> CausalLM:
     return wrap_causal(model)
 
 
-def try_family(kind: type[Any], config: Any) -> None:
+def try_family(
+    kind: type[Any], config: Any, wrapped: Callable[[Any], CausalLM] = wrap_causal
+) -> None:
     """Tries the family of a configuration, unless this process has done so. kind: the class of the
-    model. Raises `UnsupportedModel` where it answers otherwise than Hugging Face."""
+    model; wrapped: makes the engine's model of Hugging Face's. Raises `UnsupportedModel` where it
+    answers otherwise than Hugging Face."""
     family = family_of(config)
     try:
         tiny = tiny_config(config, family)
-        tried = f"{kind} {family} {tiny}"
+        tried = f"{kind} {family} {tiny} {wrapped}"
         if tried in _passed:
             return
         differences = []
         for seed in SEEDS:
-            differences.append(trial_difference(tiny_model(kind, tiny, seed)))
+            differences.append(trial_difference(tiny_model(kind, tiny, seed), wrapped))
             if differences[-1] <= TOLERANCE:
                 break
     except Exception as error:  # code of models raises any type
@@ -131,7 +134,7 @@ def tiny_model(kind: type[Any], config: Any, seed: int) -> Any:
 
 
 @torch.inference_mode()
-def trial_difference(model: Any) -> float:
+def trial_difference(model: Any, wrapped: Callable[[Any], CausalLM] = wrap_causal) -> float:
     """Largest difference from Hugging Face's log-probabilities, as a share of their spread.
 
     Compares every token after two moved modules, which do not see each other. Models with recurrent
@@ -139,18 +142,18 @@ def trial_difference(model: Any) -> float:
     """
     with torch.device("cpu"):
         if LayerKinds.of(model.config).recurrent:
-            return hybrid_difference(model, wrap_causal, SEEDS[0])
-        return _difference(model)
+            return hybrid_difference(model, wrapped, SEEDS[0])
+        return _difference(model, wrapped)
 
 
-def _difference(model: Any) -> float:
+def _difference(model: Any, wrapped: Callable[[Any], CausalLM]) -> float:
     generator = torch.Generator().manual_seed(SEEDS[0])
     vocabulary = model.get_input_embeddings().num_embeddings
     token_ids = torch.randint(vocabulary, (sum(MODULES) + OWN,), generator=generator)
     *modules, own = torch.split(token_ids, [*MODULES, OWN])
     behind = [torch.randint(vocabulary, (count,), generator=generator) for count in BEHIND]
     expected = expected_logits(model, modules, own, behind).log_softmax(-1)
-    causal = wrap_causal(model)
+    causal = wrapped(model)
     placed, at = [], 0
     for module, other, elsewhere in zip(modules, behind, ELSEWHERE, strict=True):
         start = elsewhere if causal.scheme.movable else at

@@ -62,7 +62,7 @@ class MiniLM(Embeddings):
 
 
 def _load_minilm() -> tuple[Any, Any]:
-    from ragcache.models.loader import quiet_loading
+    from ragcache.models.quiet import quiet_loading
 
     spec = find_spec(MINILM_PACKAGE)
     assert spec is not None
@@ -89,7 +89,7 @@ class SentenceEmbedder(Embeddings):
 
     def __init__(self, model: str) -> None:
         check_embedding(model)
-        from ragcache.models.loader import quiet_loading
+        from ragcache.models.quiet import quiet_loading
 
         with quiet_loading():
             from sentence_transformers import SentenceTransformer

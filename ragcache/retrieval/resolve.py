@@ -86,7 +86,7 @@ class CrossEncoderReranker:
         check_reranker(model)
         import torch
 
-        from ragcache.models.loader import quiet_loading
+        from ragcache.models.quiet import quiet_loading
 
         with quiet_loading():
             from sentence_transformers import CrossEncoder

@@ -104,10 +104,11 @@ def load_template(model: str | None) -> ChatTemplate:
     Defaults to the embedded reader. Raises `ModelNotFound`.
     """
     from ragcache.models import LoadedModel
-    from ragcache.models.reader import READER, ReaderTokenizer
+    from ragcache.models.plain_tokenizer import PlainTokenizer
+    from ragcache.models.reader import READER
     from ragcache.pipeline import ChatTemplate
 
-    tokenizer = ReaderTokenizer(READER) if model is None else _hub_tokenizer(model)
+    tokenizer = PlainTokenizer(READER) if model is None else _hub_tokenizer(model)
     return ChatTemplate(LoadedModel(model or str(READER), cast("Any", None), tokenizer))
 
 

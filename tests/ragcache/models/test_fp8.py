@@ -11,7 +11,7 @@ from ragcache.models.dtype import check_quantization
 from ragcache.models.fp8 import LARGEST, NUMBERS, Fp8Linear, quantize_fp8, rounded
 from ragcache.models.model import model_fingerprint
 from ragcache.models.projections import ProjectionSlice, merge_projections
-from ragcache.models.quantized import check_family
+from ragcache.models.quantized_trial import check_family
 from tests.tiny_models import random_tokens, tiny_model
 
 CPU = torch.device("cpu")

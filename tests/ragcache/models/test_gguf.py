@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ragcache import RagCache
 from ragcache.errors import ConfigurationError, MissingExtra, ModelNotFound, UnsupportedModel
 from ragcache.models import LoadedModel, load_model, loader
 from ragcache.models import gguf as conversion
+from tests.ragcache.models.reference import last_logits, prompt
 from tests.tiny_models import tiny_model
 
 NAMES = {
@@ -81,10 +83,10 @@ def test_a_file_in_eight_bits_answers_as_its_weights_do(
     assert loaded.causal.states_dtype == torch.bfloat16
     text = "The spare key of the boathouse hangs here."
     assert loaded.encode(text) == reader.encode(text)
-    ids = torch.tensor([loaded.encode(text)])
+    ids, causal = loaded.encode(text), load_model(str(file), dtype="float32").causal
     with torch.inference_mode():
-        exact = model(ids).logits
-        read = load_model(str(file), dtype="float32").causal.model(ids).logits
+        exact = model(torch.tensor([ids])).logits[0, -1]
+    [read] = last_logits(causal, [prompt(causal, [ids])])
     assert torch.allclose(read, exact, atol=0.05 * float(exact.abs().max()))
     with RagCache.open(tmp_path / "state", loaded, embedding="none", max_tokens=2) as rag:
         (tmp_path / "key.md").write_text(text, encoding="utf-8")
@@ -102,6 +104,28 @@ def test_the_quick_reader_reads_what_the_library_reads(file: Path) -> None:
     for read, tensor in zip(quick.tensors, expected.tensors, strict=True):
         assert read.name == tensor.name
         np.testing.assert_array_equal(read.data, tensor.data)
+
+
+def test_plain_models_are_written_as_transformers_writes_them(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "_write_model", lambda *_: pytest.fail("by transformers"))
+    plain = conversion.convert_gguf(file)
+    monkeypatch.undo()
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setattr(conversion, "cache_folder", lambda: other)
+    monkeypatch.setattr(conversion, "_write_plain", lambda *_: False)
+    expected = conversion.convert_gguf(file)
+    names = {path.name for path in expected.iterdir()}
+    assert {path.name for path in plain.iterdir()} == names
+    weights, others = (load_file(each / "model.safetensors") for each in (plain, expected))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, others[name]), name
+    for name in names - {"model.safetensors"}:
+        assert (plain / name).read_text() == (expected / name).read_text(), name
 
 
 def test_a_moved_file_is_known_and_a_changed_one_is_converted(

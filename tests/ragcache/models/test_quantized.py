@@ -14,14 +14,11 @@ from torch import Tensor
 from ragcache import RagCache
 from ragcache.errors import ConfigurationError, UnsupportedModel
 from ragcache.models import LoadedModel, load_model, quantized
+from ragcache.models.checkpoint import load_checkpoint
 from ragcache.models.dtype import check_quantization
 from ragcache.models.packed import PackedLinear
-from ragcache.models.quantized import (
-    check_family,
-    choose_quantization,
-    packed_layers,
-    quantize_model,
-)
+from ragcache.models.quantized import packed_layers, quantize_model
+from ragcache.models.quantized_trial import check_family, choose_quantization
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
 from tests.ragcache.models.test_packed import stored_in_four_bits
 from tests.tiny_models import FAMILY_PARAMS, random_tokens, tiny_config, tiny_model
@@ -55,11 +52,9 @@ def saved(folder: Path, reader: LoadedModel, **changes: Any) -> str:
     return str(folder)
 
 
-@torch.inference_mode()
 def logits(loaded: LoadedModel) -> Tensor:
-    ids = torch.tensor([random_tokens(40)])
-    last: Tensor = loaded.causal.model(ids, use_cache=False).logits[0, -1].float()
-    return last
+    [last] = last_logits(loaded.causal, [prompt(loaded.causal, [random_tokens(40)])])
+    return last.float()
 
 
 def limit_rows(model: Any, rows: int) -> None:
@@ -113,14 +108,16 @@ def test_quantized_weights_are_small_and_answer_alike(
 
 
 def test_segments_are_read_as_exactly_as_those_of_any_model(
-    packed: tuple[str, LoadedModel],
+    packed: tuple[str, LoadedModel], folder: str
 ) -> None:
     """Moved modules give the logits of the quantized model where they stand."""
-    causal = packed[1].causal
-    limit_rows(causal.model, 0)  # products of both sides are then rounded alike
+    quantization, causal = packed[0], packed[1].causal
+    plain = load_checkpoint(folder, None, quantization=quantization).float()
+    for each in (plain, causal.model):
+        limit_rows(each, 0)  # products of both sides are then rounded alike
     pieces = [Module(random_tokens(24)), Module(random_tokens(31, seed=1)), random_tokens(9)]
     [cached] = last_logits(causal, [prompt(causal, pieces)])
-    torch.testing.assert_close(cached, reference(causal.model, pieces), **CLOSE)
+    torch.testing.assert_close(cached, reference(plain, pieces), **CLOSE)
 
 
 def test_keys_follow_from_quantized_weights(

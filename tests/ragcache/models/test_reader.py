@@ -1,4 +1,4 @@
-"""The embedded reader without transformers, beside transformers over the same files."""
+"""The embedded reader's files without transformers, beside transformers over the same files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,9 @@ from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM, Rotary, load_model, prompt_frame, wrap_causal
 from ragcache.models.checkpoint import load_checkpoint
 from ragcache.models.model import ForwardBatch
-from ragcache.models.reader import READER, ReaderConfig, ReaderLM, ReaderModel, read_reader
+from ragcache.models.plain import HEAD, PlainConfig, PlainLM, PlainModel
+from ragcache.models.reader import READER, read_reader
 from ragcache.models.tokenizer import PromptTokenizer, tokenizer_fingerprint
-
-CHAT = [
-    {"role": "system", "content": "Be brief. "},
-    {"role": "user", "content": " Where is the <b>key</b>?\n"},
-    {"role": "assistant", "content": "Under the mat."},
-    {"role": "user", "content": "日本語?"},
-]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +55,7 @@ def test_logits_are_those_of_transformers_to_the_bit(
     float_reader: Path, dtype: torch.dtype
 ) -> None:
     patched = wrap_causal(AutoModelForCausalLM.from_pretrained(float_reader, dtype=dtype))
-    causal = ReaderLM(read_reader(float_reader)[0].to(dtype))
+    causal = PlainLM(read_reader(float_reader)[0].to(dtype))
     assert causal.dtype == dtype
     assert isinstance(patched.scheme, Rotary)
     assert isinstance(causal.scheme, Rotary)
@@ -74,7 +67,7 @@ def test_logits_are_those_of_transformers_to_the_bit(
 
 
 def test_its_sizes_are_those_of_the_checkpoint() -> None:
-    causal = ReaderLM(read_reader(READER)[0])
+    causal = PlainLM(read_reader(READER)[0])
     assert (causal.num_layers, causal.num_heads, causal.num_kv_heads) == (8, 8, 2)
     assert (causal.head_dim, causal.window, causal.vocabulary) == (64, 4096, 16384)
     assert (causal.scheme.name, causal.dtype) == ("rotary:default:32", torch.bfloat16)
@@ -100,32 +93,7 @@ def test_special_tokens_are_those_of_transformers(tokenizer: Any, hugging_face: 
     assert (len(tokenizer), tokenizer.get_vocab()) == (len(hugging_face), hugging_face.get_vocab())
     assert PromptTokenizer(tokenizer).control == PromptTokenizer(hugging_face).control
     assert tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(hugging_face)
-
-
-@pytest.mark.parametrize("generate", [True, False])
-def test_chats_are_those_of_transformers(tokenizer: Any, hugging_face: Any, generate: bool) -> None:
     assert prompt_frame(tokenizer) == prompt_frame(hugging_face)
-    for tokenize in (True, False):
-        expected, got = (
-            each.apply_chat_template(
-                CHAT, tools=None, tokenize=tokenize, add_generation_prompt=generate
-            )
-            for each in (hugging_face, tokenizer)
-        )
-        assert got == expected
-    other = "{{ messages[0].content }}|{% if false %}{% endif %}"
-    rendered = tokenizer.apply_chat_template(CHAT, chat_template=other, tokenize=False)
-    assert rendered == "Be brief. |"
-
-
-def test_what_it_does_not_know_is_done_by_transformers(tokenizer: Any, hugging_face: Any) -> None:
-    assert tokenizer.convert_ids_to_tokens([17, 300]) == hugging_face.convert_ids_to_tokens(
-        [17, 300]
-    )
-    assert tokenizer.encode("a key", truncation=True, max_length=1) == hugging_face.encode("a")
-    assert type(deepcopy(tokenizer)) is type(hugging_face)
-    with pytest.raises(AttributeError, match="add_tokens"):
-        tokenizer.add_tokens(["<|tool|>"])
 
 
 TINY = {
@@ -146,7 +114,9 @@ def int8_reader(tmp_path: Path) -> Path:
     del entries["int8_rows"]
     torch.manual_seed(5)
     weights = {}
-    for name, weight in ReaderModel(ReaderConfig(**entries)).state_dict().items():
+    for name, weight in PlainModel(PlainConfig(**entries)).state_dict().items():
+        if name == HEAD:
+            continue
         if weight.dim() == 1:
             weights[name] = torch.rand(weight.shape).bfloat16() + 0.5
         else:
@@ -177,7 +147,7 @@ def test_int8_rows_are_the_same_model_without_transformers(
     for name, weight in model.to(dtype).state_dict().items():
         assert torch.equal(weight, theirs[name]), name
     token_ids, positions = torch.randint(0, 64, (24,)), torch.arange(24)
-    ours = logits(ReaderLM(model), token_ids, positions)
+    ours = logits(PlainLM(model), token_ids, positions)
     assert torch.equal(ours, logits(wrap_causal(hugging_face), token_ids, positions))
     hugging_face.save_pretrained(int8_reader / "again")  # in its dtype, and says so
     assert not hasattr(AutoConfig.from_pretrained(int8_reader / "again"), "int8_rows")
@@ -186,7 +156,7 @@ def test_int8_rows_are_the_same_model_without_transformers(
 def test_fingerprints_cover_scales(int8_reader: Path) -> None:
     def fingerprints() -> tuple[str, str]:
         theirs = wrap_causal(load_checkpoint(str(int8_reader), torch.bfloat16))
-        return ReaderLM(read_reader(int8_reader)[0]).fingerprint, theirs.fingerprint
+        return PlainLM(read_reader(int8_reader)[0]).fingerprint, theirs.fingerprint
 
     before = fingerprints()
     assert fingerprints() == before

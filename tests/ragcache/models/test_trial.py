@@ -271,9 +271,9 @@ def test_a_trial_that_has_passed_is_not_repeated(
     trials = []
     really = trial.trial_difference
 
-    def counted(model: Any) -> float:
+    def counted(model: Any, *wrapped: Any) -> float:
         trials.append(model.config.model_type)
-        return really(model)
+        return really(model, *wrapped)
 
     monkeypatch.setattr(trial, "trial_difference", counted)
     wrap(small("llama"))
