@@ -182,7 +182,7 @@ def _default_model(float_reader: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _checkpoints_are_kept_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What transformers makes of the checkpoints of tests is not kept beyond them."""
+    """Files that are kept of the checkpoints of tests are not kept beyond the session."""
     from ragcache.models import plain_checkpoint
 
     kept = tmp_path_factory.mktemp("plain")

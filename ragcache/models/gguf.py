@@ -39,12 +39,13 @@ _PIECE = 2**22  # bytes of a file that are read at once
 _HEADER = 12  # bytes of an array in the metadata before its elements: their type and number
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+    "attn_norm": "input_layernorm",
+    **{f"attn_{name}": f"self_attn.{name}_proj" for name in ("q", "k", "v")},
+    **{f"attn_{name}_norm": f"self_attn.{name}_norm" for name in ("q", "k")},
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
 """Names of a plain model's modules for the names in a GGUF file."""
 _INTERLEAVED = ("llama", "mistral")
 _patching = threading.Lock()  # one conversion at a time replaces functions of the package gguf

@@ -29,7 +29,7 @@ from ragcache.models.dtype import (
     parse_dtype,
 )
 from ragcache.models.model import CausalLM
-from ragcache.models.plain import PlainLM, PlainModel
+from ragcache.models.plain import PlainForCausalLM, PlainLM
 from ragcache.models.plain_checkpoint import PlainCheckpoint, find_plain, keep_plain
 from ragcache.models.quiet import quiet_loading
 from ragcache.models.reader import READER, read_reader
@@ -211,7 +211,7 @@ def _default_mode(causal: CausalLM) -> ReuseMode:
 
 def _wrap(model: Any) -> CausalLM:
     """Wrap a plain model, or patch one of transformers."""
-    if isinstance(model, PlainModel):
+    if isinstance(model, PlainForCausalLM):
         return PlainLM(model)
     from ragcache.models.trial import wrap
 

@@ -173,7 +173,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class PlainModel(nn.Module):
+class PlainForCausalLM(nn.Module):
     """Weights under the names of their checkpoint, and their forward pass.
 
     A new model has no weights (`torch.device("meta")`): `load_weights` gives it some.
@@ -268,7 +268,7 @@ class PlainModel(nn.Module):
 class PlainLM(CausalLM):
     """A plain model as the engine runs it."""
 
-    def __init__(self, model: PlainModel) -> None:
+    def __init__(self, model: PlainForCausalLM) -> None:
         scheme = Rotary(model.inverse_frequency, rotary_scaling(model.config))
         super().__init__(model, scheme, backend_for(model.device), Dimensions.of(model.config))
 

@@ -32,7 +32,7 @@ from ragcache.files import sync
 from ragcache.models.dtype import AUTO, Recall
 from ragcache.models.model import content_digests, distinct_weights
 from ragcache.models.packed import required_kernels
-from ragcache.models.plain import HEAD, PlainConfig, PlainLM, PlainModel, unknown_entry
+from ragcache.models.plain import HEAD, PlainConfig, PlainForCausalLM, PlainLM, unknown_entry
 from ragcache.models.plain_tokenizer import (
     SETTINGS,
     TEMPLATE,
@@ -54,17 +54,14 @@ _FLOATS = frozenset({"F32", "BF16", "F16"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainCheckpoint:
-    """A checkpoint that opens without transformers.
-
-    Attributes:
-        folder: Folder of the weights.
-        kept: Folder of what transformers made of the other files.
-        entries: The contents of `model.json` there.
-    """
+    """A checkpoint that opens without transformers."""
 
     folder: Path
+    """Folder of the weights."""
     kept: Path
+    """Folder of the kept files."""
     entries: Mapping[str, Any]
+    """The contents of `model.json` there."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,7 +74,7 @@ class PlainCheckpoint:
 
     def read_model(
         self, dtype: torch.dtype | None, quantization: str | None, recall: Recall
-    ) -> tuple[PlainModel, str | None]:
+    ) -> tuple[PlainForCausalLM, str | None]:
         """Read the model, and the quantization that `auto` stands for.
 
         Args:
@@ -104,18 +101,18 @@ class PlainCheckpoint:
         read = partial(self._read, self.dtype)
         return load_quantized(self.folder, quantization, read, self._filled), quantization
 
-    def _new_model(self) -> PlainModel:
+    def _new_model(self) -> PlainForCausalLM:
         frequencies = torch.tensor(self.entries["inverse_frequency"], dtype=torch.float32)
         config = PlainConfig(**self.entries["config"])
-        return PlainModel(config, frequencies, self.entries["eos_token_id"])
+        return PlainForCausalLM(config, frequencies, self.entries["eos_token_id"])
 
-    def _filled(self, weights: Mapping[str, Tensor]) -> PlainModel:
+    def _filled(self, weights: Mapping[str, Tensor]) -> PlainForCausalLM:
         """A model of all weights that are not packed."""
         model = self._new_model()
         model.load_weights(weights, complete=False)
         return model
 
-    def _read(self, dtype: torch.dtype) -> PlainModel:
+    def _read(self, dtype: torch.dtype) -> PlainForCausalLM:
         """The model of the checkpoint. Its weights are mapped, if they are in `dtype`."""
         model, weights = self._new_model(), dict[str, Tensor]()
         for file in _weight_files(self.folder):
@@ -124,7 +121,7 @@ class PlainCheckpoint:
         model.load_weights(weights)
         return model
 
-    def _digests(self, model: PlainModel) -> dict[str, bytes]:
+    def _digests(self, model: PlainForCausalLM) -> dict[str, bytes]:
         """Digests of all weights in their own dtype, which are computed once and kept."""
         file = self.kept / _DIGESTS
         try:
@@ -183,7 +180,7 @@ def keep_plain(folder: Path, tokenizer: Any, config: Any) -> PlainCheckpoint | N
 
 def plain_causal(model: Any) -> PlainLM:
     """A plain model with the weights of a model of transformers."""
-    plain = PlainModel(_plain_config(model.config), model.base_model.rotary_emb.inv_freq)
+    plain = PlainForCausalLM(_plain_config(model.config), model.base_model.rotary_emb.inv_freq)
     plain.load_weights(model.state_dict())
     return PlainLM(plain)
 
@@ -248,7 +245,7 @@ def _has_plain_weights(folder: Path, config: Any) -> bool:
     plain = _plain_config(config)
     if unknown_entry(plain) is not None:
         return False
-    wanted = {name: list(each.shape) for name, each in PlainModel(plain).state_dict().items()}
+    wanted = {name: list(each.shape) for name, each in PlainForCausalLM(plain).state_dict().items()}
     if plain.tie_word_embeddings:
         del wanted[HEAD]
     held: dict[str, list[int]] = {}
@@ -273,8 +270,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _place(folder: Path) -> Path:
-    """The folder for what is kept of a checkpoint: named by the names, sizes and times of its files
-    and the versions of what reads them."""
+    """The folder of a checkpoint's kept files: a digest of the names, sizes and times of all files
+    of the checkpoint, and of the versions of the libraries that read them."""
     versions = f"{KEEPING}|{TOKENIZING}|{version('transformers')}|{version('tokenizers')}"
     digest = xxhash.xxh3_128(f"{versions}|{folder.resolve()}".encode())
     for file in sorted(folder.iterdir()):

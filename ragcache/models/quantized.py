@@ -138,8 +138,7 @@ def load_quantized(
         folder: Folder of the checkpoint.
         quantization: As for `quantize_model`.
         load: Reads the checkpoint.
-        fill: Makes a model of the tensors that are not packed. What it puts in the place of others
-            is replaced.
+        fill: Makes a model of the tensors that are not packed. Other weights are replaced later.
     """
     file = packed_folder() / f"{_identity(folder, quantization)}.pt"
     if (kept := _read_packed(file)) is not None:

@@ -14,19 +14,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ragcache.errors import UnsupportedModel
-from ragcache.models.plain import PlainConfig, PlainModel
+from ragcache.models.plain import PlainConfig, PlainForCausalLM
 from ragcache.models.plain_tokenizer import PlainTokenizer
 
 READER = Path(__file__).parent.parent / "reader"
 SCALE = "_scale"  # an int8 matrix `NAME` has its scales at `NAME_scale`
 
 
-def read_reader(folder: Path) -> tuple[PlainModel, PlainTokenizer]:
+def read_reader(folder: Path) -> tuple[PlainForCausalLM, PlainTokenizer]:
     """The reader's model, in its checkpoint's dtype, and its tokenizer."""
     entries = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     dtype = entries["dtype"] = getattr(torch, entries["dtype"])
     int8_rows = entries.pop("int8_rows", False)
-    model = PlainModel(PlainConfig(**entries))
+    model = PlainForCausalLM(PlainConfig(**entries))
     weights = load_file(folder / "model.safetensors")
     model.load_weights(dequantize_rows(weights, dtype) if int8_rows else weights)
     return model, PlainTokenizer(folder)

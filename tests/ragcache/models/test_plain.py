@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ragcache.models import LoadedModel, load_model, loader, plain_checkpoint
 from ragcache.models.packed import PackedLinear
-from ragcache.models.plain import PlainConfig, PlainLM, PlainModel, unknown_entry
+from ragcache.models.plain import PlainConfig, PlainForCausalLM, PlainLM, unknown_entry
 from ragcache.models.quantized import packed_layers
 from tests.ragcache.models.reference import Module, last_logits, prompt
 from tests.tiny_models import random_tokens, tiny_config, tiny_model
@@ -265,7 +265,7 @@ def test_a_wrong_model_fails_its_trial(
 
 
 def test_weights_of_another_model_are_refused() -> None:
-    model = PlainModel(PlainConfig(**tiny_config("llama").to_dict()))
+    model = PlainForCausalLM(PlainConfig(**tiny_config("llama").to_dict()))
     with pytest.raises(RuntimeError, match=r"are unknown: lm_head\.bias"):
         model.load_weights({"lm_head.bias": torch.zeros(3)})
     with pytest.raises(RuntimeError, match=r"are missing: model\.embed_tokens\.weight, "):

@@ -21,7 +21,7 @@ from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM, Rotary, load_model, prompt_frame, wrap_causal
 from ragcache.models.checkpoint import load_checkpoint
 from ragcache.models.model import ForwardBatch
-from ragcache.models.plain import HEAD, PlainConfig, PlainLM, PlainModel
+from ragcache.models.plain import HEAD, PlainConfig, PlainForCausalLM, PlainLM
 from ragcache.models.reader import READER, read_reader
 from ragcache.models.tokenizer import PromptTokenizer, tokenizer_fingerprint
 
@@ -114,7 +114,7 @@ def int8_reader(tmp_path: Path) -> Path:
     del entries["int8_rows"]
     torch.manual_seed(5)
     weights = {}
-    for name, weight in PlainModel(PlainConfig(**entries)).state_dict().items():
+    for name, weight in PlainForCausalLM(PlainConfig(**entries)).state_dict().items():
         if name == HEAD:
             continue
         if weight.dim() == 1:
