@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No test is timed: what an example takes says more of the machine. `make test-all` runs every
-# example (`--hypothesis-profile full`), `.ci/run` a quarter (`quick`), `make test` a tenth.
+# example (`--hypothesis-profile full`) and the tests with the mark `nightly`, `.ci/run` a quarter
+# of the examples (`quick`), `make test` a tenth.
 FULL = 100  # examples of a property in the profile `full`, Hypothesis's own number
 for _name, _examples in (("full", FULL), ("quick", 25), ("brief", 10)):
     settings.register_profile(_name, deadline=None, max_examples=_examples)
@@ -93,8 +94,13 @@ WAITING = ("cluster", "page")
 """Folders of tests that mostly wait, for other machines and for a browser."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that mostly wait come first, while others use the processors."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that mostly wait come first, while others use the processors. Those of the night need
+    the profile `full`."""
+    if settings().max_examples < FULL:
+        later = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
     def place(item: pytest.Item) -> int:
         folders = item.nodeid.split("/")
@@ -299,3 +305,8 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)
     gc.set_threshold(7_000, 10, 20)
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    if forks := sys.modules.get("tests.forks"):
+        forks.end_forks()

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ragcache import RagCache
 from ragcache.models import LoadedModel
 from ragcache_api.cli.main import app
-from tests.api.http.server_process import Started, end_forks, start_server
+from tests.api.http.server_process import Started, start_server
 from tests.api.page.conftest import chromium  # noqa: F401
 from tests.clients.environments import Environments
 from tests.conftest import REPOSITORY
@@ -70,7 +70,3 @@ def make_key(state: Path, name: str, *options: str) -> str:
 def environments() -> Environments:
     """Environments of the clients, installed when a test asks for one."""
     return Environments.open()
-
-
-def pytest_sessionfinish() -> None:
-    end_forks()

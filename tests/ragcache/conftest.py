@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
@@ -16,9 +18,11 @@ from ragcache.db import Database, Ledger
 from ragcache.db.state_rows import StateRow
 from ragcache.db.tables import Base
 from ragcache.models import CausalLM, wrap_causal
+from ragcache.models.parallel import ranks
 from ragcache.states import KVKey, KVStates
 from ragcache.states.recurrent import RecurrentStates
 from ragcache.store import KVStore, Lease, LeaseRequest
+from tests.forks import ForkedFollower
 from tests.tiny_models import FAMILY_PARAMS, tiny_model
 
 TOKEN_BYTES = 64  # of one token in `make_states`: 2 sides, 2 layers, 1 head, 4 floats
@@ -191,3 +195,14 @@ def family(request: pytest.FixtureRequest) -> str:
 def causal() -> CausalLM:
     """A patched tiny Llama."""
     return wrap_causal(tiny_model("llama"))
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers of split models are forked, where imports of their own are not what is tested."""
+    stand_in = SimpleNamespace(
+        Popen=ForkedFollower,
+        DEVNULL=subprocess.DEVNULL,
+        TimeoutExpired=subprocess.TimeoutExpired,
+    )
+    monkeypatch.setattr(ranks, "subprocess", stand_in)

@@ -27,7 +27,7 @@ QUESTIONS = ("How many days of leave are there?", "Who books trips?", "Where is 
 
 
 @pytest.fixture
-def model(quick_reader: LoadedModel) -> LoadedModel:
+def model(forked_ranks: None, quick_reader: LoadedModel) -> LoadedModel:
     """A tiny random model of its own, whose answers are not quoted."""
     size = {"vocab_size": quick_reader.causal.vocabulary, "max_position_embeddings": 2048}
     return replace(quick_reader, causal=wrap_causal(tiny_model("llama", **size)), extractive=False)

@@ -1,30 +1,23 @@
-"""Server processes: forked from one that has all modules, whose import costs eight seconds."""
+"""Server processes, which are forked."""
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import re
 import runpy
 import sys
 import threading
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from ragcache.models import loader
 from tests.cluster.machines import move_to_machine
+from tests.forks import FORKS
 
 _LISTENING = re.compile(r"running on http://([\d.]+):(\d+)")
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([
-    "alembic.context", "faiss", "ragcache.rag", "ragcache_api.cli.admin", "ragcache_api.cli.ask",
-    "ragcache_api.cli.measure", "ragcache_api.cli.schema", "ragcache_api.http.server",
-    "transformers.models.llama.modeling_llama", "uvicorn.loops.auto", "llguidance",
-])  # fmt: skip
 
 
 @dataclass
@@ -52,10 +45,10 @@ def start_server(
 ) -> Started:
     """`ragcache serve` on a free port of loopback, with the default model of this process. machine:
     the name of another machine that it is on."""
-    receive, send = _FORKS.Pipe(duplex=False)
+    receive, send = FORKS.Pipe(duplex=False)
     arguments = ["serve", "--state", str(state), "--port", "0", *options]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "RAGCACHE_LAME_DUCK": "0", **environment}
-    process = _FORKS.Process(
+    process = FORKS.Process(
         target=_run, args=(arguments, variables, state.parent, loader.READER, send, machine)
     )
     process.start()
@@ -91,8 +84,3 @@ def _run(
     loader.READER = model
     sys.argv = ["ragcache", *arguments]
     runpy.run_module("ragcache_api.cli.main", run_name="__main__", alter_sys=True)
-
-
-def end_forks() -> None:
-    """Ends the process that servers are forked from."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]

@@ -82,7 +82,7 @@ def answers(causal: CausalLM, given: list[KVStates]) -> tuple[list[KVStates], li
     return kept, found
 
 
-def test_ranks_with_a_device_each_answer_as_one_does() -> None:
+def test_ranks_with_a_device_each_answer_as_one_does(forked_ranks: None) -> None:
     expected, tokens = answers(whole(), [])
     with closing(split_over_devices(whole(), 2, torch.device("cpu"))) as split:
         assert (split.num_kv_heads, split.kept_heads) == (1, 2)

@@ -37,6 +37,7 @@ from ragcache.models import LoadedModel
 from ragcache.pipeline.module_states import StateEncoder
 from ragcache.states import KVKey
 from ragcache.store.verify import verify
+from tests.forks import ForkedPython
 from tests.ragcache.conftest import make_key
 from tests.ragcache.pipeline.conftest import DOCUMENTS
 from tests.ragcache.pipeline.test_observed import ask
@@ -315,7 +316,7 @@ def delete_elsewhere(folder: Path, where: Path | str) -> None:
     """Delete the namespace `lab` in another process."""
     place = ["--state", str(folder), "--ledger", url_of(where)]
     command = [sys.executable, "-c", DELETION, "namespaces", "rm", "lab", *place]
-    subprocess.run(command, check=True, timeout=120)
+    assert ForkedPython(command).wait(120) == 0
 
 
 @pytest.mark.slow
@@ -368,11 +369,11 @@ def test_an_ingestion_of_another_process_ends(
     with opened(tmp_path / "state", model, where) as rag:
         arguments = [str(tmp_path / "state"), url_of(where)]
         command = [sys.executable, "-c", INGESTION, *arguments]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-            assert other.stdout is not None
-            assert other.stdout.readline().strip().isdecimal()
-            assert rag.namespaces.delete("lab").jobs == 1
-            last = other.stdout.read().split()[-1]
+        other = ForkedPython(command, stdout=subprocess.PIPE)
+        assert other.stdout is not None
+        assert other.stdout.readline().strip().isdecimal()
+        assert rag.namespaces.delete("lab").jobs == 1
+        last = other.communicate()[0].split()[-1]
         assert last in ("JobCanceled", "NamespaceDeleted")
         assert rag.namespaces.names() == ["default"]
         with rag.internals.shared.database.reading() as session:

@@ -44,7 +44,7 @@ def test_a_history_is_the_same_over_several_ranks(
 
 
 @pytest.mark.slow
-def test_histories_are_the_same_over_two_processes(causal: CausalLM) -> None:
+def test_histories_are_the_same_over_two_processes(forked_ranks: None, causal: CausalLM) -> None:
     """A hundred requests; `RAGCACHE_TEST_REQUESTS` or the full profile say more."""
     requests = int(os.environ.get("RAGCACHE_TEST_REQUESTS", scaled(1000, quick=0.1)))
     with closing(split_model(wrap_causal(tiny_model("llama")), 2)) as split:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +32,7 @@ SOON = 5.0  # seconds in which a failure must be known, and all processes gone
 
 
 @pytest.fixture
-def split() -> Iterator[ParallelLM]:
+def split(forked_ranks: None) -> Iterator[ParallelLM]:
     made = split_model(wrap_causal(tiny_model("llama")), 2)
     yield made
     made.close()
@@ -88,7 +89,9 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "sizes"), CASES)
-def test_processes_answer_as_one_does(ranks: int, sizes: dict[str, Any]) -> None:
+def test_processes_answer_as_one_does(
+    forked_ranks: None, ranks: int, sizes: dict[str, Any]
+) -> None:
     expected, tokens = answers(wrap_causal(tiny_model("llama", **sizes)))
     split = split_model(wrap_causal(tiny_model("llama", **sizes)), ranks)
     try:
@@ -107,7 +110,7 @@ def test_processes_answer_as_one_does(ranks: int, sizes: dict[str, Any]) -> None
 
 
 @pytest.mark.slow
-def test_bfloat16_is_summed_in_float32() -> None:
+def test_bfloat16_is_summed_in_float32(forked_ranks: None) -> None:
     whole = wrap_causal(tiny_model("llama", torch.bfloat16))
     split = split_model(whole, 2)
     try:
@@ -163,7 +166,7 @@ def test_a_follower_that_dies_ends_the_engine(death: str, split: ParallelLM) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_the_death_of_any_of_several_followers_ends_all(ranks: int) -> None:
+def test_the_death_of_any_of_several_followers_ends_all(forked_ranks: None, ranks: int) -> None:
     split = split_model(wrap_causal(tiny_model("llama", **EIGHT_HEADS)), ranks)
     followers = processes(split)
     try:
@@ -206,9 +209,9 @@ def test_an_error_in_the_leaders_pass_ends_the_engine(
 
 
 @pytest.mark.slow
-def test_collection_of_garbage_is_frozen_in_every_rank(split: ParallelLM, tmp_path: Path) -> None:
-    report = tmp_path / "frozen"
-    with LLMEngine(split) as engine:
+def test_collection_of_garbage_is_frozen_in_every_rank(tmp_path: Path) -> None:
+    report, split = tmp_path / "frozen", split_model(wrap_causal(tiny_model("llama")), 2)
+    with closing(split), LLMEngine(split) as engine:
         wait_for(lambda: gc.get_freeze_count() > 0)
         send(split, f"import gc; open({str(report)!r}, 'w').write(str(gc.get_freeze_count()))")
         wait_for(report.exists)
