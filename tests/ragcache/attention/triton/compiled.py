@@ -1,8 +1,8 @@
-"""Compiles a kernel for a GPU that need not be there, and prints what its machine code consists of.
+"""Compiles kernels for GPUs that need not be there, and prints what their machine code consists of.
 
 Run as a script by `test_compiled.py`, since a process that interprets kernels cannot compile them:
 `compiled.py KERNELS.py`, with {"kernel", "element", "capability", "constants", "warps", "stages"}
-as JSON on standard input.
+as a line of JSON on standard input for each kernel.
 """
 
 from __future__ import annotations
@@ -75,4 +75,5 @@ if __name__ == "__main__":
     assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    print(json.dumps(count_instructions(module, json.load(sys.stdin))))
+    for line in sys.stdin:
+        print(json.dumps(count_instructions(module, json.loads(line))), flush=True)

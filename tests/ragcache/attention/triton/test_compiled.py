@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,38 +41,54 @@ def make_kernels(heads: HeadLayout, capability: int, **options: Any) -> Any:
     return kernels
 
 
-def instructions(kernel: str, capability: int, constants: dict[str, Any], warps: int, stages: int
-) -> dict[str, int]:  # fmt: skip
+Compile = Callable[[str, int, dict[str, Any], int, int], dict[str, int]]
+
+
+@pytest.fixture(scope="module")
+def instructions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+    """Counts the instructions of a kernel. One process compiles all of them."""
     from ragcache.attention.triton import launch
 
-    case = {
-        "kernel": kernel, "element": "bf16", "capability": capability, "constants": constants,
-        "warps": warps, "stages": stages,
-    }  # fmt: skip
     source = Path(launch.__file__).with_name("kernels.py")
-    found = subprocess.run(
-        [sys.executable, compiled.__file__, source], input=json.dumps(case), text=True,
-        capture_output=True, check=False, env={**os.environ, "TRITON_INTERPRET": "0"},
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    counts: dict[str, int] = json.loads(found.stdout)
-    return counts
+    errors = tmp_path_factory.mktemp("compiler") / "errors"
+    with errors.open("w") as log, subprocess.Popen(
+        [sys.executable, compiled.__file__, source], text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=log, env={**os.environ, "TRITON_INTERPRET": "0"},
+    ) as compiler:  # fmt: skip
+        cases, found = compiler.stdin, compiler.stdout
+        assert cases is not None
+        assert found is not None
+
+        def count(
+            kernel: str, capability: int, constants: dict[str, Any], warps: int, stages: int
+        ) -> dict[str, int]:
+            case = {
+                "kernel": kernel, "element": "bf16", "capability": capability,
+                "constants": constants, "warps": warps, "stages": stages,
+            }  # fmt: skip
+            print(json.dumps(case), file=cases, flush=True)
+            line = found.readline()
+            assert line, errors.read_text()
+            counts: dict[str, int] = json.loads(line)
+            return counts
+
+        yield count
 
 
 @pytest.mark.parametrize(
     ("heads", "capability", "options"),
     [
         (READER, 90, {}),
+        (LLAMA_8B, 80, {}),
+        (LLAMA_8B, 90, {"windows": (4096,), "softcap": 30.0}),
+        (PHI, 90, {"rotated": 32}),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
                 (LLAMA_7B, 90, {}),
                 (LLAMA_8B, 90, {"quantized": True}),
                 (LLAMA_8B, 90, {"interleaved": True}),
-                (LLAMA_8B, 90, {"windows": (4096,), "softcap": 30.0}),
-                (LLAMA_8B, 80, {}),
                 (READER, 80, {}),
-                (PHI, 90, {"rotated": 32}),
                 (GEMMA, 90, {}),
             )
         ),
@@ -79,7 +96,7 @@ def instructions(kernel: str, capability: int, constants: dict[str, Any], warps:
 )
 @pytest.mark.slow
 def test_partial_copies_asynchronously_and_spills_nothing(
-    heads: HeadLayout, capability: int, options: dict[str, Any]
+    instructions: Compile, heads: HeadLayout, capability: int, options: dict[str, Any]
 ) -> None:
     kernels = make_kernels(heads, capability, **options)
     config = kernels.configs["mixed"]
@@ -94,7 +111,7 @@ def test_partial_copies_asynchronously_and_spills_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [LLAMA_7B, LLAMA_8B])
-def test_decode_steps_over_8_bits_spill_nothing(heads: HeadLayout) -> None:
+def test_decode_steps_over_8_bits_spill_nothing(instructions: Compile, heads: HeadLayout) -> None:
     from ragcache.attention.triton import launch
 
     mixed = launch.choose_config(heads, torch.bfloat16)
@@ -111,7 +128,7 @@ def test_decode_steps_over_8_bits_spill_nothing(heads: HeadLayout) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "capability"), [(GEMMA, 120), (LLAMA_8B, 120), (GEMMA, 86)])
 def test_partial_fits_the_shared_memory_of_graphics_cards(
-    heads: HeadLayout, capability: int
+    instructions: Compile, heads: HeadLayout, capability: int
 ) -> None:
     kernels = make_kernels(heads, capability)
     config = kernels.configs["mixed"]
@@ -125,13 +142,13 @@ def test_partial_fits_the_shared_memory_of_graphics_cards(
     [
         (LLAMA_8B, 64),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.nightly)
             for case in ((LLAMA_7B, 16), (LLAMA_7B, 256), (LLAMA_8B, 16), (READER, 64))
         ),
     ],
 )
 @pytest.mark.slow
-def test_tail_spills_little(heads: HeadLayout, rows: int) -> None:
+def test_tail_spills_little(instructions: Compile, heads: HeadLayout, rows: int) -> None:
     from ragcache.attention.triton.launch import choose_tail
 
     config = choose_tail(heads, torch.bfloat16, rows)
