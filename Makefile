@@ -18,8 +18,9 @@ test: $(INSTALLED)
 
 # With what takes a third of a second or more, of which `make test` runs a part: kills, state machines,
 # loads, the page in a browser, requests by schema, second processes, scripts, most families of models;
-# and with every example of a property. Where there is a PostgreSQL, also tests/cluster, whose soak
-# takes RAGCACHE_SOAK_SECONDS (900). And the official clients of tests/clients/table.py.
+# and with every example of a property and the tests with the mark `nightly`, unless PROFILE says
+# otherwise. Where there is a PostgreSQL, also tests/cluster, whose soak takes RAGCACHE_SOAK_SECONDS
+# (900). And the official clients of tests/clients/table.py.
 test-all: test-slow test-official
 
 test-slow: $(INSTALLED)

@@ -64,6 +64,7 @@ def test_the_wheel_is_small_enough(built: Path) -> None:
     assert file.stat().st_size <= MOST_BYTES
 
 
+@pytest.mark.nightly
 def test_the_sdist_holds_the_repository_and_its_tests_run(built: Path, tmp_path: Path) -> None:
     [file] = built.glob("*.tar.gz")
     with tarfile.open(file) as archive:

@@ -21,6 +21,7 @@ SETTING = ConversationsSetting(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_conversations_resume_and_their_figures_are_drawn(
     reader: LoadedModel, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_two_queues_find_more_than_lru_in_every_draw() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_two_queues_find_more_in_a_store_with_leases_and_pins() -> None:
     setting = eviction.StoreSetting(pinned=2, open_leases=2)
     found = eviction.bench_store(eviction.ZipfWorkload(documents=200, prompts=1_000), setting)
@@ -332,6 +333,7 @@ def test_f1_of_held_answers_is_of_these_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_wordings_are_asked_the_same_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wordings, "WORDINGS", (INSTRUCTION, "Documents:"))
     told = wordings.bench_wordings(None, None, 3)

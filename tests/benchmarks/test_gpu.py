@@ -142,6 +142,7 @@ def test_a_file_is_rendered_without_a_run(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("little_to_collect")
+@pytest.mark.nightly
 def test_every_part_runs_on_a_tiny_shape() -> None:
     saved: list[int] = []
     run = SuiteRun({"7b": TINY}, PARTS, LOAD, "cpu", save=lambda d: saved.append(len(d["seconds"])))

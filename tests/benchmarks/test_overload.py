@@ -9,6 +9,7 @@ from tests.conftest import REPOSITORY
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.enable_socket,
     pytest.mark.allow_hosts(["127.0.0.1"]),
 ]

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import httpx
+import pytest
 
 from ragcache.db.sessions import DEAD_SECONDS
 from tests.cluster.conftest import Measured
@@ -107,6 +108,7 @@ class Soak:
             self.running[name] = started
 
 
+@pytest.mark.nightly
 def test_acknowledged_documents_stay_and_deleted_ones_do_not(
     services: Services, measured: Measured
 ) -> None:

@@ -37,7 +37,8 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
 SNIPPETS = re.findall(r"```(python|text)\n(.*?)```", README, re.DOTALL)
-MENTIONED = ("cold-store", "fire", "lone-working", "sample-labels", "key-loan", "visitors")
+_NAMES = "chandlery cold-store fire key-loan lone-working merganser sample-labels travel visitors"
+MENTIONED = _NAMES.split()
 
 
 @pytest.fixture(scope="module")
@@ -215,9 +216,11 @@ PYTHON_GUIDES = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PYTHON_GUIDES)
-def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(REPOSITORY / "examples" / "handbook", tmp_path / "handbook")
-    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+def test_python_examples_run(
+    empty_clone: Path, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "examples").symlink_to(empty_clone / "examples")
+    (tmp_path / "handbook").symlink_to(empty_clone / "examples" / "handbook")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     blocks = page_blocks(page, "python")

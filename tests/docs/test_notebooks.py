@@ -45,7 +45,13 @@ def missing_facts(name: str, notebook: Any) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.enable_socket  # by which the kernel is talked to
 @pytest.mark.allow_hosts(["127.0.0.1"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "ten-minutes" else pytest.mark.nightly)
+        for name in NAMES
+    ],
+)
 def test_a_notebook_runs_and_shows_what_is_stored(name: str) -> None:
     ran = run_notebook(NOTEBOOKS / f"{name}.ipynb", ANSWERING)
     assert kinds(ran) == kinds(stored(name)), "python -m tools.notebooks --write"

@@ -426,7 +426,7 @@ def play(model: Composed, seed: int, steps: int) -> Play:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(scaled(4)))
 def test_mixed_batches_are_as_fed_again(composed: Composed, seed: int) -> None:
-    play(composed, seed, 60)
+    play(composed, seed, scaled(60, quick=0.5))
 
 
 def test_a_short_mixed_batch_is_as_fed_again(mamba: Composed) -> None:

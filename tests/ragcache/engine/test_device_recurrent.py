@@ -31,7 +31,12 @@ pytestmark = interpreted
 
 LENGTHS = (6, 2, 5)
 LATENT = ("kimi_linear", "bailing_hybrid")  # whose attention has no kernels
-FAMILIES = [name for name in HYBRIDS if name not in LATENT]
+OFTEN = ("bamba", "falcon_h1", "lfm2", "qwen3_5_text", "qwen3_next")
+FAMILIES = [
+    pytest.param(name, marks=() if name in OFTEN else pytest.mark.nightly)
+    for name in HYBRIDS
+    if name not in LATENT
+]
 
 
 def device_core(causal: CausalLM, running: int = 4) -> SteppedCore:

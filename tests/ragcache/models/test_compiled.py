@@ -32,6 +32,8 @@ RMS_NORM = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 """Families whose last norm is compiled: a graph of its own. A `LayerNorm` is one kernel already."""
 ROTARY = (*RMS_NORM, "phi", "gpt_neox", "falcon-7b", "falcon-40b")
 """Families whose rotary embedding is compiled: a graph of its own."""
+SIMILAR = ("mistral", "qwen2", "phi3", "gpt_neox", "falcon-40b", "falcon-rw", "mpt")
+"""Families whose layers are compiled as those of others."""
 GEMMAS = ("gemma2", "gemma3")
 """Layers with a window and without; in Gemma 3 each kind has frequencies and a graph of its own."""
 
@@ -84,7 +86,10 @@ def ordinary(causal: CausalLM, tokens: list[int]) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    [*FAMILIES, *GEMMAS],
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in SIMILAR else ())
+        for name in (*FAMILIES, *GEMMAS)
+    ],
 )
 def test_one_graph_serves_layers_steps_and_row_counts(family: str) -> None:
     """Steps through the operator are as before, and as ordinary calls, which are as before too."""

@@ -80,7 +80,7 @@ def continues_equally(causal: CausalLM) -> None:
 @pytest.mark.parametrize(
     "model_type",
     [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow, pytest.mark.nightly))
         for name in sorted(DIVISIBLE & FAMILIES.keys())
     ],
 )
@@ -89,6 +89,7 @@ def test_a_resumed_prompt_continues_as_the_computed_one(model_type: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("variant", sorted(DIVISIBLE & VARIANTS.keys()))
 def test_a_variant_continues_as_well(variant: str) -> None:
     model_type, changes = VARIANTS[variant]

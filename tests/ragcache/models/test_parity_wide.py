@@ -1,5 +1,6 @@
 """The whole table through the engine: prefixes, roots, orders, batches and decoding, as Hugging
-Face computes them. `make test` runs one case a family (test_trial)."""
+Face computes them. `.ci/run` runs one case a family (test_trial) and
+some families at length (test_parity)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.ragcache.models.reference import Module, last_logits, prompt, referen
 from tests.ragcache.models.test_trial import HYBRIDS, VARIANTS, make_config
 from tests.tiny_models import random_tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 DIVISIBLE = (FAMILIES.keys() | VARIANTS.keys()) - HYBRIDS - {"state spaces beside attention"}
 """Families and variants whose states can be read in parts: those without recurrent layers."""
 CASES = sorted(DIVISIBLE)

@@ -189,7 +189,7 @@ def check(folder: Path, where: Path | str, possible: dict[str, set[int]]) -> dic
 @pytest.mark.slow
 def test_many_kills(tmp_path: Path, where: Path | str) -> None:
     """Two hundred under the profile `full`."""
-    rng, kills, acknowledged = random.Random(1000), scaled(200), 0
+    rng, kills, acknowledged = random.Random(1000), scaled(200, quick=0.1), 0
     expected: dict[str, int] = {}
     for turn in range(kills):
         work = lambda tell, turn=turn: live(tmp_path, where, 1000 + turn, tell)  # noqa: E731
@@ -201,10 +201,10 @@ def test_many_kills(tmp_path: Path, where: Path | str) -> None:
 
 @pytest.mark.slow
 def test_many_kills_of_a_migration(tmp_path: Path) -> None:
-    """The moments of the kills close in on the time that a migration takes, however busy the
-    machine is."""
+    """Fifty under the profile `full`. The moments of the kills close in on the time that a
+    migration takes, however busy the machine is."""
     rng, seen, longest = random.Random(7), set(), 0.1
-    for turn in range(50):
+    for turn in range(scaled(50, quick=0.3)):
         path = tmp_path / f"new{turn}.sqlite3"
         opening = lambda tell, path=path: (Database.open(path), tell("done"))  # noqa: E731
         done = "done" in run_and_kill(opening, rng.uniform(0.0, longest))
