@@ -20,12 +20,14 @@ from typing import Annotated, Any
 import torch
 import typer
 from harness import JsonFile, Progress, describe_machine, plain_table, print_figures, run_benchmark
+from torch import Tensor
 
 from ragcache import RagCache
 from ragcache.evaluation import evaluate_modes, load_dataset
-from ragcache.models import load_model
+from ragcache.models import CausalLM, load_model
 from ragcache.models.dtype import INT4, INT8
 from ragcache.models.reader import READER
+from ragcache.models.single_pass import forward_text
 from ragcache_api.cli.console import example_handbook
 
 KINDS = (None, INT8, INT4)
@@ -76,25 +78,30 @@ def _save_model(folder: Path, setting: WeightsSetting) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def _logits(causal: CausalLM, tokens: Tensor) -> Tensor:
+    """Logits of all tokens of a text: [T, vocabulary]."""
+    return forward_text(causal, tokens, 0, *causal.new_states(len(tokens)))
+
+
 @torch.inference_mode()
 def _timed(folder: str, setting: WeightsSetting, progress: Progress) -> dict[str, dict[str, Any]]:
     models = {}
     for kind in KINDS:
         progress(f"loading weights in {kind or 'their own dtype'}")
-        models[kind] = load_model(folder, dtype="bfloat16", quantization=kind).causal.model
+        models[kind] = load_model(folder, dtype="bfloat16", quantization=kind).causal
     sizes = {
-        kind: sum(each.nbytes for each in model.model.layers.state_dict().values())
-        for kind, model in models.items()
+        kind: sum(each.nbytes for each in causal.model.model.layers.state_dict().values())
+        for kind, causal in models.items()
     }
-    tokens = torch.randint(models[None].config.vocab_size, (1, max(setting.rows)))
-    logits = {kind: model(tokens).logits[0, -1].float() for kind, model in models.items()}
+    tokens = torch.randint(models[None].vocabulary, (max(setting.rows),))
+    logits = {kind: _logits(causal, tokens)[-1].float() for kind, causal in models.items()}
     times: dict[tuple[str | None, int], list[float]] = defaultdict(list)
     for run in range(setting.runs):
         progress(f"run {run + 1} of {setting.runs}")
         for rows in setting.rows:
-            for kind, model in models.items():
+            for kind, causal in models.items():
                 began = time.process_time()
-                model(tokens[:, :rows], use_cache=False)
+                _logits(causal, tokens[:rows])
                 times[kind, rows].append(time.process_time() - began)
     exact = logits[None]
     return {

@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -30,11 +30,13 @@ from ragcache.models.dtype import (
 )
 from ragcache.models.model import CausalLM
 from ragcache.models.plain import PlainForCausalLM, PlainLM
-from ragcache.models.plain_checkpoint import PlainCheckpoint, find_plain, keep_plain
 from ragcache.models.quiet import quiet_loading
 from ragcache.models.reader import READER, read_reader
 from ragcache.models.tokenizer import PromptTokenizer, tokenizer_fingerprint
 from ragcache.modes import PRIMED, ROOTED, ReuseMode
+
+if TYPE_CHECKING:
+    from ragcache.models.plain_checkpoint import PlainCheckpoint  # needs more than torch
 
 INSTRUCTION = (
     "Answer the question using only the documents below. "
@@ -244,6 +246,8 @@ def _read_checkpoint(source: str, reading: _Reading, *, plain: bool) -> _Checkpo
     its files is kept. Raises as `load_model`."""
     from safetensors import SafetensorError
 
+    from ragcache.models.plain_checkpoint import find_plain
+
     gguf = source.endswith(".gguf")
     # A name that nothing answers to fails before transformers is imported, which takes seconds.
     place = source if gguf else _local_or_hub(source)
@@ -277,6 +281,7 @@ def _read_by_transformers(place: str, reading: _Reading, folder: Path | None) ->
     from transformers import AutoConfig, AutoTokenizer
 
     from ragcache.models.checkpoint import load_checkpoint, text_class
+    from ragcache.models.plain_checkpoint import keep_plain
 
     tokenizer, config = AutoTokenizer.from_pretrained(place), AutoConfig.from_pretrained(place)
     if folder is not None and (known := keep_plain(folder, tokenizer, config)) is not None:

@@ -62,7 +62,7 @@ def load_both(folder: Path, **options: Any) -> tuple[LoadedModel, LoadedModel]:
     """A model as it opens, and as it opens by transformers."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("find_plain", "keep_plain"):
-            patch.setattr(loader, name, lambda *_: None)
+            patch.setattr(plain_checkpoint, name, lambda *_: None)
         expected = load_model(folder, **options)
     return load_model(folder, **options), expected
 
