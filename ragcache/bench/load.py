@@ -74,6 +74,8 @@ class ServiceLoad:
     """Requests a second, rising."""
     ingest_at: float | None = None
     """Rate of one more run, beside which new documents are encoded. Defaults to no such run."""
+    max_gap_ms: float | None = None
+    """Longest gap between tokens that other work may cause (`EngineConfig.max_gap_ms`)."""
     pool_bytes: int | None = None
     """Memory of the engine's pool. Defaults to the engine's own choice."""
 
@@ -106,6 +108,7 @@ class LoadSession(ShapeSession):
             quantization=load.quantization,
         )
         self.int8_states = load.device_kv_dtype == "int8"
+        self.max_gap_ms = load.max_gap_ms
         self.load, self.setting = load, load.setting
 
     @contextmanager
@@ -206,7 +209,7 @@ class LoadRun:
             handle.result(PATIENCE)
 
 
-class _Ingestion:
+class NewDocuments:
     """New documents, encoded one portion after another beside the requests."""
 
     def __init__(self, session: LoadSession, store: KVStore, portion: int = 8) -> None:
@@ -214,7 +217,7 @@ class _Ingestion:
         self.documents = 0
         self._stopped = threading.Event()
 
-    def __enter__(self) -> _Ingestion:
+    def __enter__(self) -> NewDocuments:
         self._begin = time.perf_counter()
         self._thread = ThreadPoolExecutor(1, "bench-ingest")
         self._ending = self._thread.submit(self._run)
@@ -276,7 +279,7 @@ def _bench(session: LoadSession, store: KVStore) -> dict[str, Any]:
         "machine": describe_machine(),
     }
     if load.ingest_at is not None:
-        with _Ingestion(session, store) as ingestion:
+        with NewDocuments(session, store) as ingestion:
             beside = LoadRun(session, store, load.ingest_at).run()
         document["ingestion"] = {"tokens_s": ingestion.tokens_s, "beside": beside}
     limits = load.limits(session.causal.bytes_per_token)

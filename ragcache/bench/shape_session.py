@@ -67,6 +67,7 @@ class ShapeSession:
         self.shape, self.preamble, self.device = shape, preamble, device
         self.progress, self.pool_bytes = progress, pool_bytes
         self.quantization, self.int8_states = quantization, False
+        self.max_gap_ms: float | None = None
         self.rng = random.Random(1)
 
     @cached_property
@@ -92,6 +93,7 @@ class ShapeSession:
             warm_up=True,
             pool_bytes=self.pool_bytes,
             int8_states=self.int8_states,
+            max_gap_ms=self.max_gap_ms,
         )
         return LLMEngine(self.causal, config)
 

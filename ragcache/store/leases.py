@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -215,6 +216,7 @@ class LeaseManager:
         self._memory, self._persistent, self._ledger = memory, persistent, ledger
         self._flights, self._counters = flights, counters
         self._writers = ThreadPoolExecutor(_WRITERS, "ragcache-writer")  # starts threads on demand
+        self._evicting = ThreadPoolExecutor(1, "ragcache-evicting")
         self._encoded: deque[KVKey] = deque(maxlen=_REMEMBERED)
         self._ahead: dict[KVKey, str] = {}  # unused states that were read ahead: their tiers
         self.queue = LeaseQueue(memory)
@@ -285,6 +287,7 @@ class LeaseManager:
 
     def close(self) -> None:
         """Wait for running writes of blobs."""
+        self._evicting.shutdown(cancel_futures=True)
         self._writers.shutdown()
 
     def load(self, lease: Lease, *, wait: bool = False) -> None:
@@ -313,9 +316,19 @@ class LeaseManager:
                         persists,
                         time.perf_counter(),
                     )
+                    self._make_room(mine, lease.request.size_of)
                     return mine
             flight.wait_for_others()
         return []
+
+    def _make_room(self, keys: Sequence[KVKey], size_of: SizeOf) -> None:
+        """Make room on a device for states that it is about to compute, in another thread."""
+        tier = self._memory.top.tier
+        if tier.traits.on_gpu:
+            share = 1 if tier.kv_dtype == "model" else 2
+            sizes = [size_of(key) // share for key in keys]
+            with suppress(RuntimeError):  # the store has been closed
+                self._evicting.submit(self._memory.make_room, sizes)
 
     def put(self, lease: Lease, key: KVKey, states: KVStates) -> None:
         """See `Lease.put`."""

@@ -488,28 +488,59 @@ class MemoryTiers:
                 copies.pop(key, None)
             above |= here
 
-    def _remove(self, index: TierIndex, key: KVKey, reason: str) -> None:
+    def _remove(self, index: TierIndex, key: KVKey, reason: str) -> int:
+        """Remove states from a memory tier. Returns their bytes."""
         is_copy = key in self._copies.get(index.name, ())
         nbytes = index.entries.remove(key, remember=reason == "pressure" and not is_copy)
         index.tier.delete(key)
         self._note_copies(key)
         self._usage.remove_entry(index.name, key, nbytes, reason)
         self._counters.evictions[index.name, reason] += 1
+        return nbytes
+
+    def make_room(self, sizes: Iterable[int]) -> None:
+        """Evict states of the first tier, one after another, until states of these bytes have room.
+
+        For states that are about to be encoded: others go down while a device computes them.
+        """
+        room = 0
+        for nbytes in sizes:
+            room += nbytes
+            with self._placing[self.top.name]:
+                if not self._fit(self.top, room):
+                    return
 
     def _make_room(self, index: TierIndex, need: int) -> bool:
         """Remove states from a memory tier. Evictions for pressure move to the next memory tier."""
         below = next(iter(self.indexes[self.indexes.index(index) + 1 :]), None)
-        demoted: list[tuple[KVKey, StoredStates, int, bool]] = []
-        with self.lock:  # no other thread may find or choose the same states
-            leaving = self.choose_victims(index, need)
-            if leaving is None:
-                return False
-            for key, reason in leaving.items():
-                if reason == "pressure" and below is not None and key not in below.entries:
-                    last_use, reused = index.entries.get(key).last_use, index.entries.is_reused(key)
-                    demoted.append((key, index.tier.get(key), last_use, reused))
-                self._remove(index, key, reason)
-        while demoted and below is not None:  # frees each state before the next one is copied
-            key, states, last_use, reused = demoted.pop()
-            self.place(below, key, states, last_use, reused=reused)
+        while need > 0:
+            demoted = list[tuple[KVKey, TierIndex]]()
+            with self.lock:  # no other thread may choose the same states
+                leaving = self.choose_victims(index, need)
+                if leaving is None:
+                    return False
+                for key, reason in leaving.items():
+                    if reason == "pressure" and below is not None and key not in below.entries:
+                        demoted.append((key, below))
+                    else:
+                        need -= self._remove(index, key, reason)
+            for key, to in demoted:
+                need -= self._demote(index, to, key)
         return True
+
+    def _demote(self, index: TierIndex, below: TierIndex, key: KVKey) -> int:
+        """Move states to the memory tier below, which has them before they leave this one.
+
+        Returns the bytes that become free: none if the states are leased or pinned meanwhile.
+        """
+        with self._placing[below.name]:  # a copy would be the first to leave the tier below
+            with self.lock:
+                if key not in index.entries:
+                    return 0
+                states, reused = index.tier.get(key), index.entries.is_reused(key)
+                last_use = index.entries.get(key).last_use
+            self.place(below, key, states, last_use, reused=reused)
+            with self.lock:
+                if key not in index.entries or self._stays(key):
+                    return 0
+                return self._remove(index, key, "pressure")

@@ -293,6 +293,9 @@ def load(
     ingest_at: Annotated[
         float | None, typer.Option(help="Rate beside which new documents are encoded.")
     ] = None,
+    max_gap_ms: Annotated[
+        float | None, typer.Option(help="Longest gap between tokens that other work may cause.")
+    ] = None,
     json_file: JsonFile = None,
     check: Annotated[bool, typer.Option(help="Exit with 1 if a limit is missed.")] = False,
 ) -> None:
@@ -324,6 +327,7 @@ def load(
         quantization=quantization,
         rates=load.rates if rates is None else _rising(rates),
         ingest_at=ingest_at,
+        max_gap_ms=max_gap_ms,
     )
     device = device or ("cpu" if reduced else "cuda")
     if quantization not in (None, FP8):

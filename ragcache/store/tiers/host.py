@@ -6,6 +6,7 @@ import ctypes
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -35,6 +36,7 @@ from ragcache.store.tiers.streams import downloading
 from ragcache.tiers import TIERS
 
 _PAGE, _LINE = 4096, 64  # bytes of a memory page and of a cache line
+_MAPPERS = 4  # threads that map the pages of a slab
 
 SLAB_BYTES: Final = 1 << 28
 """Size of a pinned slab. While CUDA registers memory, no thread launches anything."""
@@ -231,13 +233,24 @@ def pinned_slab(
     block = reserve(size + _PAGE)
     begin = -block.ctypes.data % _PAGE
     address = block.ctypes.data + begin
-    ctypes.memset(address, 0, size)  # maps the pages, which would take most of the registration
+    map_pages(address, size)
     pin(address, size)
     weakref.finalize(block, unpin, address).atexit = False
     if ranks is not None:
         ranks.pin(address, size)
         weakref.finalize(block, ranks.unpin, address).atexit = False
     return torch.from_numpy(block[begin : begin + nbytes])
+
+
+def map_pages(address: int, nbytes: int) -> None:
+    """Write zeros to whole pages, which the system maps at their first write, in several threads.
+
+    Otherwise the registration would map them, which is most of its time.
+    """
+    part = -(-nbytes // (_MAPPERS * _PAGE)) * _PAGE
+    with ThreadPoolExecutor(_MAPPERS) as threads:
+        for begin in range(0, nbytes, part):
+            threads.submit(ctypes.memset, address + begin, 0, min(part, nbytes - begin))
 
 
 def pin(address: int, nbytes: int) -> None:

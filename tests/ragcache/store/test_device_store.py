@@ -17,6 +17,7 @@ from ragcache.engine import Context
 from ragcache.errors import DeadlineExceeded, StoreBudgetExceeded
 from ragcache.pipeline.conversations import PrefixRun, placed_segments
 from ragcache.states import KVKey
+from ragcache.states.quantization import StoredStates
 from ragcache.store import DeviceTier, HostTier, KVStore, Lease, LeaseRequest, memory_tiers
 from tests.ragcache.conftest import make_key, make_states, same
 from tests.ragcache.store.conftest import keys
@@ -96,6 +97,42 @@ def test_states_that_leave_the_device_go_to_the_host(store: KVStore) -> None:
     with store.lease(keys(0, 3)) as lease:
         check(lease, 0, 3)
         assert set(lease.source.values()) == {"host"}
+
+
+def test_states_that_go_down_can_be_leased_all_the_time(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They leave the device when the host has them; states that a lease takes meanwhile stay."""
+    store.lease(keys(0, 1, 2)).release()
+    put, taken = HostTier.put, list[Lease]()
+
+    def take_and_put(tier: HostTier, key: KVKey, states: StoredStates) -> int:
+        if not taken:
+            taken.append(store.lease([key]))
+            assert taken[0].source == {key: "device"}
+        return put(tier, key, states)
+
+    monkeypatch.setattr(HostTier, "put", take_and_put)
+    with store.lease(keys(3)) as lease:
+        check(lease, 3)
+    leased = taken[0].keys[0]
+    assert leased in store.memory.top.entries
+    assert len([key for key in keys(0, 1, 2) if key in store.memory.top.entries]) == 2
+    taken[0].release()
+
+
+def test_room_is_made_while_a_device_encodes(store: KVStore) -> None:
+    store.lease(keys(0, 1, 2)).release()
+    request = LeaseRequest(size_of=lambda _: SIZE)
+    with store.lease(keys(20, 21), request) as lease:
+        assert lease.claim() == keys(20, 21)
+        store._leases._evicting.submit(int).result()  # behind the evictions
+        assert len(store.memory.top.entries) == 1
+        assert len([key for key in keys(0, 1, 2) if key in store.host]) == 2
+        for number in (20, 21):
+            lease.put(make_key(number), make_states(number, TOKENS))
+        assert len(store.memory.top.entries) == 3
+        check(lease, 20, 21)
 
 
 def test_states_of_several_sizes_find_room_in_one_piece(store: KVStore) -> None:
