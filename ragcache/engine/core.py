@@ -187,9 +187,11 @@ class EngineCore:
                 accepted, now = self._accept(last)
                 if step is None and self.busy:
                     step = self._launch()
-                if first := [each for each in accepted if each.generated <= 1]:
+                if new := len(last.sequences) - last.decoding:  # rows behind the decode batch
+                    accepted, others = accepted[:-new], accepted[-new:]
+                    first = [each for each in others if each.generated <= 1]
                     self._deliver(first, now)  # they wait neither for others nor for a sampling
-                    accepted = [each for each in accepted if each.generated > 1]
+                    accepted += [each for each in others if each.generated > 1]
             if step is not None:
                 self._sample(step)
                 if self._ahead is None:
@@ -542,7 +544,7 @@ class EngineCore:
             if not isinstance(token, SampledToken):
                 self._fail(sequence.group, sequence.explain_failure(token))
                 continue
-            if sequence.index == 0 and len(sequence.tokens) == sequence.prompt_length:
+            if sequence.forks:
                 self._fork(sequence)
             sequence.accept_token(token, now)
             if sequence.constraint is not None and sequence.failure is not None:
@@ -649,6 +651,7 @@ class EngineCore:
 
     def _fork(self, leader: Sequence) -> None:
         """Start the other answers of a request whose prompt has just been computed."""
+        leader.forks = False
         for index in range(1, leader.request.n):
             sequence = self._sequence(leader.group, index)
             free = len(self._running) < self.config.running

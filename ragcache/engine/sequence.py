@@ -96,6 +96,7 @@ class Sequence:
             pending.
         prompt_length: Number of the prompt's own tokens.
         positions: Positions of the tokens.
+        forks: Whether the request's other answers begin with this one's first token.
         private: Blocks of the sequence while it runs.
         path: Full blocks in the radix cache while it runs.
         restricted: Whether some tokens may not come next, at some places.
@@ -112,6 +113,10 @@ class Sequence:
         self.tokens = list(request.context.token_ids)
         self.prompt_length = len(self.tokens)
         self.positions = list(request.context.position_ids)
+        self.forks = index == 0 and request.n > 1
+        self._stops = NO_TOKENS if request.ignore_eos else request.stop_ids
+        self._behind = request.context.next_position - self.prompt_length - 1
+        self._longest = self.prompt_length + request.max_tokens
         self.sampler: SamplerState | None = None
         self._drafter: Drafter | None = None
         self.text: AnswerText | None = None
@@ -273,10 +278,10 @@ class Sequence:
         Sets `finished` if the answer ends for another reason than a stop string. Does nothing if
         the constraint fails.
         """
-        request, token, complete = self.request, chosen.token, False
+        token, complete = chosen.token, False
         if not self.group.first_token_at:
             self.group.first_token_at = now
-        if token in request.stop_ids and not request.ignore_eos:
+        if token in self._stops:
             self._end, self.finished = ("stop", token), True
             self._ending = None if chosen.logprob is None else chosen
             return
@@ -285,31 +290,36 @@ class Sequence:
             if self.constraint.failure is not None:
                 return
         self.tokens.append(token)
-        generated = len(self.tokens) - self.prompt_length
-        self.positions.append(request.context.next_position + generated - 1)
-        if request.sampling.logprobs is not None:
+        length = len(self.tokens)
+        self.positions.append(self._behind + length)
+        if self.request.sampling.logprobs is not None:
             self.chosen.append(chosen)
         self._accepted.append(chosen)
         repeats = self._repetition is not None and self._repetition.push(token)
-        if complete or generated == request.max_tokens:
+        if complete or length == self._longest:
             self._end, self.finished = ("stop" if complete else "length", None), True
-        elif repeats and generated >= request.min_tokens:
+        elif repeats and self.generated >= self.request.min_tokens:
             self._end, self.finished = ("repetition", None), True
 
     def deliver(self, now: float) -> None:
         """Deliver the accepted tokens to the caller, and close the answer if it has ended."""
         accepted, self._accepted = self._accepted, []
-        for number, chosen in enumerate(accepted, 1):
-            if self.text is None:
+        if self.text is None:
+            for chosen in accepted:
                 self.group.channel.put(TokenDelta(self.index, chosen))
-                continue
-            self._emit(chosen, self.text.push(chosen.token))
-            if self.text.stopped is not None:
-                self._end, self.finished = ("stop", self.text.stopped), True
-                self._forget_last(len(accepted) - number)
-                break
+        else:
+            self._deliver_text(accepted, self.text)
         if self._end is not None:
             self._close(*self._end, now)
+
+    def _deliver_text(self, accepted: list[SampledToken], text: AnswerText) -> None:
+        """Deliver tokens with their text. A stop string ends the answer."""
+        for number, chosen in enumerate(accepted, 1):
+            self._emit(chosen, text.push(chosen.token))
+            if text.stopped is not None:
+                self._end, self.finished = ("stop", text.stopped), True
+                self._forget_last(len(accepted) - number)
+                break
 
     def _forget_last(self, count: int) -> None:
         """Forget tokens behind the stop string that ended the answer."""
