@@ -5,8 +5,8 @@ A token changes the state S of a head by an affine map whose coefficients depend
     gated delta rule    S <- (I - b k k^T) exp(g) S + b k v^T    S [dk, dv]
     state space         S <- exp(g) S + b x k^T                  S [P, N]
 
-A text therefore changes it by S <- M S + N. M and N are computed by the recurrence itself: the
-columns of the state [I | 0] become [M | N] if the values of the first columns are zero.
+A text therefore changes it by S <- M S + N. The tokens of a chunk are one such map, and the maps of
+consecutive chunks multiply out.
 
 Gated DeltaNet (Yang et al., 2025, arXiv 2412.06464, §3.3) has one decay g for each head, Kimi Delta
 Attention (2025, arXiv 2510.26692) one for each channel of the key. Mamba 2 (Dao and Gu, 2024, arXiv
@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 CHUNK, CHANNEL_CHUNK = 64, 16
-"""Tokens that are computed at once, with one decay for each head, and one for each channel."""
+"""Tokens of a chunk, with one decay for each head, and one for each channel."""
+_CHUNKS_AT_ONCE = 16  # which bounds the memory of a long text
 _FEW_TOKENS = 4  # whose system of equations is inverted by products
 _TINY = 1e-6  # in the norms of keys, as in transformers
 
@@ -53,6 +54,12 @@ class RecurrentInputs:
         tensors = (self.keys, self.values, self.decays, self.steps)
         return RecurrentInputs(*(each[..., begin:end, :] for each in tensors))
 
+    def chunks(self, size: int) -> RecurrentInputs:
+        """Return the inputs in chunks, [n, ..., H, size, D]. Tokens that fill up the last chunk
+        change nothing."""
+        tensors = (self.keys, self.values, self.decays, self.steps)
+        return RecurrentInputs(*(_in_chunks(each, size) for each in tensors))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateUpdate:
@@ -76,6 +83,14 @@ class StateUpdate:
         weights = None if self.weights is None else self.weights[heads]
         return StateUpdate(self.decay[heads], self.left[heads], self.right[heads], weights)
 
+    def as_map(self) -> tuple[Tensor, Tensor]:
+        """Return the update of a delta rule as a map (M, N), [..., H, dk, dk] and [..., H, dk,
+        dv]."""
+        assert self.weights is not None
+        transition = self.left @ self.weights
+        transition.diagonal(dim1=-2, dim2=-1).add_(self.decay[..., 0])
+        return transition, self.left @ self.right
+
     def unbind(self) -> Iterator[StateUpdate]:
         """Split the update along its first axis. The axes behind it become one axis of heads."""
         for number in range(len(self.decay)):
@@ -89,17 +104,12 @@ class StateUpdate:
         """Return the state behind the tokens.
 
         Args:
-            state: The state before them, [H, dk, m]. `right` changes the last columns.
+            state: The state before them, [H, dk, dv].
             out: Memory for the result, other than the memory of `state`.
         """
         change = self.right
         if self.weights is not None:
-            width = self.right.shape[-1]
-            if width == state.shape[-1]:
-                change = torch.baddbmm(self.right, self.weights, state)
-            else:
-                change = self.weights @ state
-                change[..., -width:] += self.right
+            change = torch.baddbmm(self.right, self.weights, state)
         return torch.mul(self.decay, state, out=out).baddbmm_(self.left, change)
 
 
@@ -127,16 +137,21 @@ class Recurrence(Protocol):
     def advance(self, state: Tensor, inputs: RecurrentInputs) -> Tensor:
         """Return the state behind some tokens, of the shape of `state`."""
 
-    def empty_state(self, inputs: RecurrentInputs) -> Tensor:
-        """Return the state before any text, for the shape of some inputs."""
+    def empty_map(self, inputs: RecurrentInputs) -> tuple[Tensor, Tensor]:
+        """Return the map (M, N) of no text, for the shapes of some inputs. N is also the state
+        before any text."""
 
-    def identity(self, state: Tensor) -> Tensor:
-        """Return the transition M of no text, for the shape of a state."""
 
-    def extend(
-        self, transition: Tensor, increment: Tensor, inputs: RecurrentInputs
-    ) -> tuple[Tensor, Tensor]:
-        """Return the map (M, N) of a text that continues the text of a map with some tokens."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadText:
+    """Outputs of a recurrence for a text, and what the text does to states."""
+
+    outputs: Tensor
+    """[H, T, dv]."""
+    state: Tensor
+    """State behind the text, [H, dk, dv]."""
+    map: tuple[Tensor, Tensor]
+    """(M, N) of the tokens behind the first ones."""
 
 
 class DeltaRule:
@@ -164,10 +179,14 @@ class DeltaRule:
         self, keys: Tensor, values: Tensor, decays: Tensor, steps: Tensor
     ) -> RecurrentInputs:
         """Return inputs with keys of length one, for each head of the values."""
-        keys, values = keys.float(), values.float()
-        keys = keys * torch.rsqrt(keys.square().sum(-1, keepdim=True) + _TINY)
-        keys = _of_each_head(keys, values)
+        keys, values = self.normalized(keys, values), values.float()
         return RecurrentInputs(keys, values, decays.float(), steps.float())
+
+    def normalized(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Return keys or queries of length one, for each head of the values."""
+        keys = keys.float()
+        keys = keys * torch.rsqrt(keys.square().sum(-1, keepdim=True) + _TINY)
+        return _of_each_head(keys, values)
 
     def update(self, inputs: RecurrentInputs) -> StateUpdate:
         """See `Recurrence.update`. The tokens are at most a chunk.
@@ -177,13 +196,7 @@ class DeltaRule:
         """
         keys, steps, values = inputs.keys, inputs.steps, inputs.values
         total = inputs.decays.cumsum(-2)  # [..., H, C, 1 or dk]
-        apart = total[..., :, None, :] - total[..., None, :, :]  # [..., H, C, C, 1 or dk]
-        later = torch.ones(apart.shape[-3:-1], dtype=torch.bool, device=keys.device).tril(-1)
-        apart = apart.masked_fill(~later[..., None], float("-inf")).exp()
-        if apart.shape[-1] == 1:
-            inner = keys @ keys.mT * apart[..., 0]
-        else:
-            inner = torch.einsum("...ik,...jk,...ijk->...ij", keys, keys, apart)
+        inner = _decayed_products(keys, keys, total, -1)
         known = torch.cat([-keys * total.exp() * steps, values * steps], -1)
         solved = _solve(inner * steps, known)
         weights, targets = torch.split(solved, [keys.shape[-1], values.shape[-1]], -1)
@@ -191,29 +204,51 @@ class DeltaRule:
         return StateUpdate(total[..., -1:, :].exp().mT, (keys * until).mT, targets, weights)
 
     def advance(self, state: Tensor, inputs: RecurrentInputs) -> Tensor:
-        """See `Recurrence.advance`. The values change the last columns of a wider state."""
-        size = CHUNK if inputs.decays.shape[-1] == 1 else CHANNEL_CHUNK
+        """See `Recurrence.advance`."""
+        size = _chunk_size(inputs)
         for begin in range(0, inputs.length, size):
             state = self.update(inputs.part(begin, begin + size)).apply(state)
         return state
 
-    def empty_state(self, inputs: RecurrentInputs) -> Tensor:
-        """See `Recurrence.empty_state`."""
-        keys, values = inputs.keys, inputs.values
-        return keys.new_zeros(len(keys), keys.shape[-1], values.shape[-1])
+    def empty_map(self, inputs: RecurrentInputs) -> tuple[Tensor, Tensor]:
+        """See `Recurrence.empty_map`."""
+        heads, _, dim = inputs.keys.shape
+        identity = torch.eye(dim, device=inputs.keys.device).expand(heads, dim, dim)
+        return identity, inputs.values.new_zeros(heads, dim, inputs.values.shape[-1])
 
-    def identity(self, state: Tensor) -> Tensor:
-        """See `Recurrence.identity`."""
-        heads, key_dim, _ = state.shape
-        return torch.eye(key_dim, device=state.device).expand(heads, key_dim, key_dim)
+    def read(
+        self, queries: Tensor, inputs: RecurrentInputs, state: Tensor, first: int
+    ) -> ReadText:
+        """Compute the outputs of a text, and its map.
 
-    def extend(
-        self, transition: Tensor, increment: Tensor, inputs: RecurrentInputs
-    ) -> tuple[Tensor, Tensor]:
-        """See `Recurrence.extend`."""
-        both = self.advance(torch.cat([transition, increment], -1), inputs)
-        width = transition.shape[-1]
-        return both[..., :width].contiguous(), both[..., width:].contiguous()
+        The first tokens are read from the state. The states before all chunks of the others follow
+        from the maps of the chunks before them, so that all outputs are computed at once.
+
+        Args:
+            queries: Queries of length one times the factor of the outputs, [H, T, dk].
+            inputs: The other inputs.
+            state: The state before the text, [H, dk, dv].
+            first: Number of tokens that the map leaves out.
+        """
+        outputs, found = list[Tensor](), self.empty_map(inputs)
+        if first:
+            opened = inputs.part(0, first)
+            update = self.update(opened)
+            outputs.append(_outputs(queries[:, :first], opened, update, state))
+            state = update.apply(state)
+        at = first
+        for part in _portions(inputs.part(first, inputs.length)):
+            update = self.update(part)
+            maps = _multiplied(*update.as_map())  # [n + 1, H, dk, dk + dv]
+            transitions, increments = maps.tensor_split([queries.shape[-1]], -1)
+            states = increments + transitions @ state
+            tokens = min(inputs.length - at, len(part.keys) * part.length)
+            asked = _in_chunks(queries[:, at : at + tokens], part.length)
+            answered = _outputs(asked, part, update, states[:-1])  # [n, H, C, dv]
+            outputs.append(answered.transpose(0, 1).flatten(1, 2)[:, :tokens])
+            found = join_maps(found, (transitions[-1], increments[-1]))
+            state, at = states[-1], at + tokens
+        return ReadText(torch.cat(outputs, 1), state, found)
 
 
 class StateSpace:
@@ -256,21 +291,16 @@ class StateSpace:
         """See `Recurrence.advance`."""
         return self.update(inputs).apply(state)
 
-    def empty_state(self, inputs: RecurrentInputs) -> Tensor:
-        """See `Recurrence.empty_state`."""
+    def empty_map(self, inputs: RecurrentInputs) -> tuple[Tensor, Tensor]:
+        """See `Recurrence.empty_map`."""
         keys, values = inputs.keys, inputs.values
-        return keys.new_zeros(len(keys), values.shape[-1], keys.shape[-1])
+        increment = keys.new_zeros(len(keys), values.shape[-1], keys.shape[-1])
+        return keys.new_ones(len(keys), 1, 1), increment
 
-    def identity(self, state: Tensor) -> Tensor:
-        """See `Recurrence.identity`."""
-        return torch.ones(len(state), 1, 1, device=state.device)
-
-    def extend(
-        self, transition: Tensor, increment: Tensor, inputs: RecurrentInputs
-    ) -> tuple[Tensor, Tensor]:
-        """See `Recurrence.extend`."""
-        decay = inputs.decays.sum(1, keepdim=True).exp()
-        return decay * transition, self.advance(increment, inputs)
+    def map_of(self, inputs: RecurrentInputs) -> tuple[Tensor, Tensor]:
+        """Return the map (M, N) of a text."""
+        update = self.update(inputs)
+        return update.decay, update.left @ update.right
 
 
 DELTA_RULE, STATE_SPACE = DeltaRule(), StateSpace()
@@ -291,6 +321,69 @@ def apply_map(
     if transition.shape[-1] == 1:
         return torch.addcmul(increment, transition, state, out=out)
     return torch.baddbmm(increment, transition, state, out=out)
+
+
+def join_maps(
+    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the map (M, N) of a text and of another text behind it."""
+    transition, increment = second
+    nothing = torch.zeros_like(first[0])
+    return apply_map(transition, nothing, first[0]), apply_map(transition, increment, first[1])
+
+
+def _chunk_size(inputs: RecurrentInputs) -> int:
+    return CHUNK if inputs.decays.shape[-1] == 1 else CHANNEL_CHUNK
+
+
+def _portions(inputs: RecurrentInputs) -> Iterator[RecurrentInputs]:
+    """The tokens of a text in chunks, [n, H, C, D], some chunks at a time."""
+    size = _chunk_size(inputs)
+    for begin in range(0, inputs.length, size * _CHUNKS_AT_ONCE):
+        part = inputs.part(begin, begin + size * _CHUNKS_AT_ONCE)
+        yield part.chunks(min(size, part.length))
+
+
+def _in_chunks(tensor: Tensor, size: int) -> Tensor:
+    """Tokens [..., T, D] in chunks [n, ..., size, D]. Zeros fill the last chunk."""
+    filled = nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[-2] % size))
+    return filled.unflatten(-2, (-1, size)).movedim(-3, 0)
+
+
+def _multiplied(transitions: Tensor, increments: Tensor) -> Tensor:
+    """Maps [M | N] of the texts before each of n consecutive texts, and of all, [n + 1, H, dk, dk +
+    dv], from the map of each."""
+    count, heads, dim, width = increments.shape
+    added = nn.functional.pad(increments, (dim, 0))
+    found = added.new_empty(count + 1, heads, dim, dim + width)
+    found[0] = torch.eye(dim, dim + width, device=added.device)
+    for number in range(count):
+        before, behind = found[number], found[number + 1]
+        torch.baddbmm(added[number], transitions[number], before, out=behind)
+    return found
+
+
+def _outputs(
+    queries: Tensor, inputs: RecurrentInputs, update: StateUpdate, state: Tensor
+) -> Tensor:
+    """Outputs of a chunk, [..., H, C, dv]: queries read the state before the chunk, and what the
+    chunk's tokens up to their own add to it (Gated DeltaNet, eq. 9)."""
+    total = inputs.decays.cumsum(-2)
+    scores = _decayed_products(queries, inputs.keys, total, 0)
+    assert update.weights is not None
+    added = update.right + update.weights @ state
+    return (queries * total.exp()) @ state + scores @ added
+
+
+def _decayed_products(queries: Tensor, keys: Tensor, total: Tensor, diagonal: int) -> Tensor:
+    """Products of queries with earlier keys of a chunk, which decay by the tokens between them,
+    [..., H, C, C]. total: sums of the decays, [..., H, C, 1 or dk]."""
+    apart = total[..., :, None, :] - total[..., None, :, :]  # [..., H, C, C, 1 or dk]
+    seen = torch.ones(apart.shape[-3:-1], dtype=torch.bool, device=keys.device).tril(diagonal)
+    apart = apart.masked_fill(~seen[..., None], float("-inf")).exp()
+    if apart.shape[-1] == 1:
+        return queries @ keys.mT * apart[..., 0]
+    return torch.einsum("...ik,...jk,...ijk->...ij", queries, keys, apart)
 
 
 def _split_heads(channels: Tensor, size: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Documents that compose in recurrent layers: maps of encoded texts, and states behind several.
 
 A text that is encoded is read by transformers' own layers. `record_mixer` calls the forward of a
-mixer with one change: the recurrence also hands over its inputs, from which the map of the text is
-computed (`ragcache.attention.recurrent_maps`). `compose_layers` applies the maps of a prompt's
+mixer with one change: the recurrence also computes the map of the text
+(`ragcache.attention.recurrent_maps`), from which the delta rule takes its outputs, too.
+`compose_layers` applies the maps of a prompt's
 documents, in order, to the states before them.
 
 The convolution of a mixer reaches over the seam between two texts. It is computed when documents
@@ -15,6 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, islice
 from types import FunctionType
 from typing import Any, TypeVar
@@ -30,6 +32,7 @@ from ragcache.attention.recurrent_maps import (
     RecurrentInputs,
     StateUpdate,
     apply_map,
+    join_maps,
 )
 from ragcache.states.recurrent import LayerMap, LayerState, RecurrentStates
 
@@ -37,22 +40,60 @@ Arguments = Mapping[str, Any]
 """Arguments of one call of a recurrence of transformers, by name."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _ReadTokens:
+    """The tokens of one call of a recurrence."""
+
+    tokens: RecurrentInputs
+    map: tuple[Tensor, Tensor]
+    """Map of the tokens, but for the first ones."""
+
+
 @dataclass(frozen=True, slots=True)
 class _KnownFunction:
-    """A recurrence as transformers computes it."""
+    """A recurrence that transformers has as a function."""
 
     recurrence: Recurrence
-    inputs: Callable[[Arguments], RecurrentInputs]
-    """Returns the inputs of the recurrence from the arguments of a call."""
+    read: Callable[[Callable[[], Any], Arguments, int], tuple[Any, _ReadTokens]]
+    """Returns the result of a call of the function, and what the call read. Takes the call, its
+    arguments, and the number of the first tokens, which the map leaves out."""
 
 
-def _delta_inputs(arguments: Arguments) -> RecurrentInputs:
-    """key, value: [1, T, H, D]; beta [1, T, H]; g [1, T, H], or [1, T, H, dk]."""
-    keys, values, decays, steps = (
-        arguments[name][0].transpose(0, 1) for name in ("key", "value", "g", "beta")
+def _read_delta(
+    call: Callable[[], Any],  # noqa: ARG001  # whose place this takes
+    arguments: Arguments,
+    first: int,
+) -> tuple[tuple[Tensor, Tensor], _ReadTokens]:
+    """query, key, value: [1, T, H, D]; beta [1, T, H]; g [1, T, H], or [1, T, H, dk]."""
+    queries, keys, values, decays, steps = (
+        arguments[name][0].transpose(0, 1) for name in ("query", "key", "value", "g", "beta")
     )
     decays = decays if decays.dim() == 3 else decays[..., None]
-    return DELTA_RULE.prepared(keys, values, decays, steps[..., None])
+    tokens = DELTA_RULE.prepared(keys, values, decays, steps[..., None])
+    queries = DELTA_RULE.normalized(queries, values) * keys.shape[-1] ** -0.5
+    state = arguments.get("initial_state")
+    before = DELTA_RULE.empty_map(tokens)[1] if state is None else state[0].float()
+    found = DELTA_RULE.read(queries, tokens, before, first)
+    out = found.outputs.transpose(0, 1)[None].to(arguments["query"].dtype)
+    return (out, found.state[None]), _ReadTokens(tokens, found.map)
+
+
+def _read_scan(
+    call: Callable[[], Any], arguments: Arguments, first: int
+) -> tuple[Any, _ReadTokens]:
+    """A call of `mamba2_chunk_scan`."""
+    return call(), _mapped(_scan_inputs(arguments), first)
+
+
+def _read_update(
+    call: Callable[[], Any], arguments: Arguments, first: int
+) -> tuple[Any, _ReadTokens]:
+    """A call of `mamba2_selective_state_update`."""
+    return call(), _mapped(_update_inputs(arguments), first)
+
+
+def _mapped(tokens: RecurrentInputs, first: int) -> _ReadTokens:
+    return _ReadTokens(tokens, STATE_SPACE.map_of(tokens.part(first, tokens.length)))
 
 
 def _scan_inputs(arguments: Arguments) -> RecurrentInputs:
@@ -81,14 +122,14 @@ Document = TypeVar("Document")
 
 _LAYERS_AT_ONCE = 3
 """Layers that a CPU composes at once: the inputs at their seams are few MiB, which caches hold."""
-_DELTA = _KnownFunction(DELTA_RULE, _delta_inputs)
+_DELTA = _KnownFunction(DELTA_RULE, _read_delta)
 _FUNCTIONS = {
     "torch_chunk_gated_delta_rule": _DELTA,
     "torch_recurrent_gated_delta_rule": _DELTA,
     "chunk_kimi_delta_attention": _DELTA,
     "recurrent_kimi_delta_attention": _DELTA,
-    "mamba2_chunk_scan": _KnownFunction(STATE_SPACE, _scan_inputs),
-    "mamba2_selective_state_update": _KnownFunction(STATE_SPACE, _update_inputs),
+    "mamba2_chunk_scan": _KnownFunction(STATE_SPACE, _read_scan),
+    "mamba2_selective_state_update": _KnownFunction(STATE_SPACE, _read_update),
 }
 """Functions of transformers that are known to be affine in the state."""
 
@@ -127,10 +168,11 @@ def record_mixer(
     Returns:
         The output of the mixer, and the map up to the last token.
     """
-    forward = inspect.unwrap(type(module).forward)
-    recorded: list[RecurrentInputs] = []
+    forward, kernel = inspect.unwrap(type(module).forward), _kernel(module)
+    first = kernel - 1 - (0 if before is None else before.first.shape[-1])
+    recorded: list[_ReadTokens] = []
     names = {
-        name: _recording(forward.__globals__[name], known, recorded)
+        name: _recording(forward.__globals__[name], known, recorded, first)
         for name, known in _FUNCTIONS.items()
         if name in forward.__code__.co_names
     }
@@ -143,8 +185,8 @@ def record_mixer(
     )
     changed.__kwdefaults__ = forward.__kwdefaults__
     out, inputs = call(changed)
-    tokens = recorded[0] if recorded else None
-    return out, _extended(before, inputs, tokens, recurrence_of(module), _kernel(module))
+    read = recorded[0] if recorded else None
+    return out, _extended(before, inputs, read, recurrence_of(module), kernel)
 
 
 def compose_layers(
@@ -200,13 +242,15 @@ def convolutions_of(mixers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None]
 
 
 def _recording(
-    function: Callable[..., Any], known: _KnownFunction, recorded: list[RecurrentInputs]
+    function: Callable[..., Any], known: _KnownFunction, recorded: list[_ReadTokens], first: int
 ) -> Callable[..., Any]:
     signature = inspect.signature(inspect.unwrap(function))
 
     def recording(*args: Any, **kwargs: Any) -> Any:
-        recorded.append(known.inputs(signature.bind(*args, **kwargs).arguments))
-        return function(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs).arguments
+        result, read = known.read(partial(function, *args, **kwargs), arguments, first)
+        recorded.append(read)
+        return result
 
     return recording
 
@@ -214,48 +258,41 @@ def _recording(
 def _extended(
     before: LayerMap | None,
     inputs: Tensor,
-    tokens: RecurrentInputs | None,
+    read: _ReadTokens | None,
     recurrence: Recurrence | None,
     kernel: int,
 ) -> LayerMap:
     """Extend a map by tokens with these inputs of the convolution, [1, channels, T]."""
     if before is None:
-        before = _empty_map(inputs, tokens, recurrence)
-    open_tokens = min(inputs.shape[-1], kernel - 1 - before.first.shape[-1])
-    first = torch.cat([before.first, inputs[..., :open_tokens]], -1)
+        before = _empty_map(inputs, read, recurrence)
+    opened = min(inputs.shape[-1], kernel - 1 - before.first.shape[-1])
+    first = torch.cat([before.first, inputs[..., :opened]], -1)
     # a copy of its own: a view would keep the inputs of all tokens
     last = torch.cat([before.last, inputs[..., -kernel:]], -1)[..., -kernel:].clone()
-    if tokens is None or recurrence is None:
+    if read is None:
         return LayerMap(
             before.transition, before.increment, before.decays, before.steps, first, last
         )
-    opened = tokens.part(0, open_tokens)
-    transition, increment = before.transition, before.increment
-    if open_tokens < tokens.length:
-        rest = tokens.part(open_tokens, tokens.length)
-        transition, increment = recurrence.extend(transition, increment, rest)
+    tokens = read.tokens.part(0, opened)
     return LayerMap(
-        transition,
-        increment,
-        torch.cat([before.decays, opened.decays], 1),
-        torch.cat([before.steps, opened.steps], 1),
+        *join_maps((before.transition, before.increment), read.map),
+        torch.cat([before.decays, tokens.decays], 1),
+        torch.cat([before.steps, tokens.steps], 1),
         first,
         last,
     )
 
 
 def _empty_map(
-    inputs: Tensor, tokens: RecurrentInputs | None, recurrence: Recurrence | None
+    inputs: Tensor, read: _ReadTokens | None, recurrence: Recurrence | None
 ) -> LayerMap:
     """The map of no text."""
     first = inputs[..., :0]
-    if tokens is None or recurrence is None:
+    if read is None or recurrence is None:
         nothing = inputs.new_zeros(0, 0, 0, dtype=torch.float32)
         return LayerMap(nothing, nothing, nothing, nothing, first, first)
-    increment = recurrence.empty_state(tokens)
-    none = tokens.part(0, 0)
-    identity = recurrence.identity(increment)
-    return LayerMap(identity, increment, none.decays, none.steps, first, first)
+    none = read.tokens.part(0, 0)
+    return LayerMap(*recurrence.empty_map(read.tokens), none.decays, none.steps, first, first)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,6 +12,7 @@ from ragcache.attention.recurrent_maps import (
     Recurrence,
     RecurrentInputs,
     apply_map,
+    join_maps,
 )
 
 HEADS, KEY, VALUE = 3, 5, 7
@@ -50,6 +51,13 @@ def space_loop(state: Tensor, inputs: RecurrentInputs) -> Tensor:
     return state
 
 
+def map_of(rule: Recurrence, inputs: RecurrentInputs) -> tuple[Tensor, Tensor]:
+    """The map (M, N) of a text."""
+    if rule is DELTA_RULE:
+        return DELTA_RULE.read(inputs.keys, inputs, rule.empty_map(inputs)[1], 0).map
+    return STATE_SPACE.map_of(inputs)
+
+
 RULES = {
     "delta": (DELTA_RULE, delta_loop, 1),
     "delta by channel": (DELTA_RULE, delta_loop, KEY),
@@ -62,23 +70,35 @@ RULES = {
 def test_a_map_is_its_text_token_by_token(name: str, length: int) -> None:
     rule, loop, channels = RULES[name]
     inputs = draw(length, channels)
-    state = 3 * torch.randn(rule.empty_state(inputs).shape)
+    state = 3 * torch.randn(rule.empty_map(inputs)[1].shape)
     expected = loop(state, inputs)
     torch.testing.assert_close(rule.advance(state, inputs), expected, **CLOSE)
-    empty = rule.empty_state(inputs)
-    found = rule.extend(rule.identity(empty), empty, inputs)
-    torch.testing.assert_close(apply_map(*found, state), expected, **CLOSE)
+    torch.testing.assert_close(apply_map(*map_of(rule, inputs), state), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("channels", [1, KEY])
+@pytest.mark.parametrize(("length", "first"), [(1, 3), (3, 3), (40, 3), (70, 0), (1100, 3)])
+def test_a_text_is_read_token_by_token(channels: int, length: int, first: int) -> None:
+    """Outputs, the state behind, and the map without the first tokens."""
+    inputs = draw(length, channels)
+    queries, state = torch.randn(HEADS, length, KEY), 3 * torch.randn(HEADS, KEY, VALUE)
+    found = DELTA_RULE.read(queries, inputs, state, first)
+    opened = delta_loop(state, inputs.part(0, first))
+    for t in range(length):
+        state = delta_loop(state, inputs.part(t, t + 1))
+        expected = (queries[:, t, None] @ state)[:, 0]
+        torch.testing.assert_close(found.outputs[:, t], expected, **CLOSE)
+    torch.testing.assert_close(found.state, state, **CLOSE)
+    torch.testing.assert_close(apply_map(*found.map, opened), state, **CLOSE)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_map_grows_by_portions(name: str) -> None:
     rule, _, channels = RULES[name]
     inputs = draw(90, channels)
-    empty = rule.empty_state(inputs)
-    whole = rule.extend(rule.identity(empty), empty, inputs)
-    found = rule.identity(empty), empty
+    whole, found = map_of(rule, inputs), rule.empty_map(inputs)
     for begin, end in ((0, 1), (1, 40), (40, 90)):
-        found = rule.extend(*found, inputs.part(begin, end))
+        found = join_maps(found, map_of(rule, inputs.part(begin, end)))
     for one, other in zip(found, whole, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
 
@@ -88,8 +108,7 @@ def test_transitions_shrink_states_without_steps_beyond_one(name: str) -> None:
     """Rounding errors of earlier documents therefore do not grow."""
     rule, _, channels = RULES[name]
     inputs = draw(100, channels, strongest=1.0)
-    empty = rule.empty_state(inputs)
-    transition, _ = rule.extend(rule.identity(empty), empty, inputs)
+    transition, _ = map_of(rule, inputs)
     assert torch.linalg.matrix_norm(transition, 2).max() <= 1 + 1e-5
 
 
