@@ -116,35 +116,53 @@ def recur_kernel(
             mask=inside & (before >= 0),
             other=0.0,
         )
-        of_group = head // GROUP
+        query += (head // GROUP) * query_head + keys
+        key += (head // GROUP) * key_head + keys
+        value += head * value_head + values
+        step += head * step_head
+        decay += head * decay_head
+        if CHANNELS:
+            decay += keys
+        at = first.to(tl.int64)
+        k = tl.load(key + at * key_row, mask=in_keys, other=0.0)
+        q = tl.load(query + at * query_row, mask=in_keys, other=0.0)
+        v = tl.load(value + at * value_row, mask=in_values, other=0.0)
+        b = tl.load(step + at * step_row)
+        g = _decay(decay + at * decay_row, in_keys, CHANNELS)
         for token in range(end - first):
             at = (first + token).to(tl.int64)
-            k = tl.load(key + at * key_row + of_group * key_head + keys, mask=in_keys, other=0.0)
-            q = tl.load(
-                query + at * query_row + of_group * query_head + keys, mask=in_keys, other=0.0
-            )
-            v = tl.load(
-                value + at * value_row + head * value_head + values, mask=in_values, other=0.0
-            )
-            b = tl.load(step + at * step_row + head * step_head).to(tl.float32)
-            g = decay + at * decay_row + head * decay_head
-            k, q, v = k.to(tl.float32), q.to(tl.float32), v.to(tl.float32)
+            k_now, q_now, v_now = k.to(tl.float32), q.to(tl.float32), v.to(tl.float32)
+            b_now, kept = b.to(tl.float32), tl.exp(g.to(tl.float32))
+            behind = tl.load(keep + at)
+            # the inputs of the next token arrive while this one is computed
+            ahead = tl.minimum(at + 1, end - 1)
+            k = tl.load(key + ahead * key_row, mask=in_keys, other=0.0)
+            q = tl.load(query + ahead * query_row, mask=in_keys, other=0.0)
+            v = tl.load(value + ahead * value_row, mask=in_values, other=0.0)
+            b = tl.load(step + ahead * step_row)
+            g = _decay(decay + ahead * decay_row, in_keys, CHANNELS)
             if DELTA:
-                k *= tl.rsqrt(tl.sum(k * k, 0) + TINY)
-                q *= tl.rsqrt(tl.sum(q * q, 0) + TINY)
+                k_now *= tl.rsqrt(tl.sum(k_now * k_now, 0) + TINY)
+                q_now *= tl.rsqrt(tl.sum(q_now * q_now, 0) + TINY)
             if CHANNELS:
-                kept = tl.exp(tl.load(g + keys, mask=in_keys, other=0.0).to(tl.float32))
                 state *= kept[:, None]
             else:
-                state *= tl.exp(tl.load(g).to(tl.float32))
+                state *= kept
             if DELTA:
-                v -= tl.sum(state * k[:, None], 0)
-            state += k[:, None] * (v * b)[None, :]
-            found = tl.sum(state * q[:, None], 0) * scale
+                v_now -= tl.sum(state * k_now[:, None], 0)
+            state += k_now[:, None] * (v_now * b_now)[None, :]
+            found = tl.sum(state * q_now[:, None], 0) * scale
             tl.store(out + (at * heads + head) * DV + values, found, mask=in_values)
-            behind = tl.load(keep + at)
             if behind >= 0:
                 tl.store(states + behind.to(tl.int64) * slot_stride + place, state, mask=inside)
+
+
+@triton.jit
+def _decay(at, in_keys, CHANNELS: tl.constexpr):
+    """Logarithm of a token's decay: one number, or one for each channel of the key."""
+    if CHANNELS:
+        return tl.load(at, mask=in_keys, other=0.0)
+    return tl.load(at)
 
 
 @triton.jit
@@ -242,9 +260,10 @@ def compose_kernel(
     before. weight [R, channels, KERNEL], bias [R, channels]. Keys of the convolution begin at
     channel key_at, values at value_at. See `recur_kernel` for the other arguments.
     """
-    layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # programs of one head run side by side: they multiply by the same matrices
+    layer, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     keys = tl.arange(0, DKP)
-    values = tl.program_id(2) * BV + tl.arange(0, BV)
+    values = tl.program_id(0) * BV + tl.arange(0, BV)
     in_keys, in_values = keys < DK, values < DV
     inside = in_keys[:, None] & in_values[None, :]
     place = (layer * heads + head) * head_size
