@@ -25,7 +25,7 @@ from torch import Tensor, nn
 CHUNK, CHANNEL_CHUNK = 64, 16
 """Tokens of a chunk, with one decay for each head, and one for each channel."""
 _CHUNKS_AT_ONCE = 16  # which bounds the memory of a long text
-_FEW_TOKENS = 4  # whose system of equations is inverted by products
+_FEW_TOKENS = 4  # whose system of equations is inverted by one product
 _TINY = 1e-6  # in the norms of keys, as in transformers
 
 
@@ -198,7 +198,7 @@ class DeltaRule:
         total = inputs.decays.cumsum(-2)  # [..., H, C, 1 or dk]
         inner = _decayed_products(keys, keys, total, -1)
         known = torch.cat([-keys * total.exp() * steps, values * steps], -1)
-        solved = _solve(inner * steps, known)
+        solved = _inverse(inner * steps) @ known
         weights, targets = torch.split(solved, [keys.shape[-1], values.shape[-1]], -1)
         until = (total[..., -1:, :] - total).exp()
         return StateUpdate(total[..., -1:, :].exp().mT, (keys * until).mT, targets, weights)
@@ -397,20 +397,22 @@ def _of_each_head(keys: Tensor, values: Tensor) -> Tensor:
     return keys.repeat_interleave(values.shape[-3] // keys.shape[-3], -3)
 
 
-def _solve(strictly_lower: Tensor, known: Tensor) -> Tensor:
-    """Solve (I + L) X = known, by the inverse of the small side.
+def _inverse(strictly_lower: Tensor) -> Tensor:
+    """Return the inverse of I + L, [..., C, C].
 
-    A product of two short sums inverts what seams have, up to four tokens: L to the fourth power
-    is zero. A solver takes longer for so small a system.
+    L to the fourth power is zero for up to four tokens, whose inverse is a product of two short
+    sums. More tokens are two halves:
+
+        (I + [[A, 0], [C, B]])^-1 = [[A', 0], [-B' C A', B']],  A' = (I + A)^-1, B' = (I + B)^-1
     """
     size = strictly_lower.shape[-1]
-    identity = torch.eye(size, device=known.device)
     if size <= _FEW_TOKENS:
-        square = strictly_lower @ strictly_lower
-        inverse = (identity - strictly_lower) @ (identity + square)
-    else:
-        inverse = torch.linalg.solve_triangular(
-            strictly_lower, identity.expand_as(strictly_lower), upper=False, unitriangular=True
-        )
-    solved: Tensor = inverse @ known
-    return solved
+        identity = torch.eye(size, device=strictly_lower.device)
+        return (identity - strictly_lower) @ (identity + strictly_lower @ strictly_lower)
+    if size % 2:
+        padded = nn.functional.pad(strictly_lower, (0, 1, 0, 1))
+        return _inverse(padded)[..., :size, :size]
+    rows, columns = strictly_lower.tensor_split(2, -2), size // 2
+    first, second = _inverse(torch.stack([rows[0][..., :columns], rows[1][..., columns:]]))
+    corner = -second @ rows[1][..., :columns] @ first
+    return torch.cat([nn.functional.pad(first, (0, columns)), torch.cat([corner, second], -1)], -2)

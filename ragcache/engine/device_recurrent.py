@@ -81,6 +81,15 @@ class _HybridStep(StepAttention):
         return self.recurrent.recur(*states, layer, *inputs, delta=delta, scale=scale)
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenedText:
+    """A request's rows of a step, beside the decode batch."""
+
+    runs: Sequence[RecurrentRun]
+    slot: StateSlot | None
+    """Slot of the state before the rows, behind the documents there."""
+
+
 class HybridDeviceRunner(DeviceModelRunner):
     """Computes the steps of a model with recurrent layers. See `DeviceModelRunner`."""
 
@@ -96,7 +105,8 @@ class HybridDeviceRunner(DeviceModelRunner):
         self._composer: Composer | None = None
         self._decoding = DecodeBatch()
         self._chains: int | None = None  # of an eager step
-        self._held: list[StateSlot] = []  # that the last step reads
+        self._texts: list[_OpenedText] = []  # of the next step, behind the decode batch
+        self._held: list[_OpenedText] = []  # of the last step, whose slots it reads
 
     def create_slots(self, count: int) -> None:
         """See `ModelRunner.create_slots`."""
@@ -119,12 +129,13 @@ class HybridDeviceRunner(DeviceModelRunner):
                 return lambda: logits
         await_segments(chunks, self.device)
         self._decoding = decoding or DecodeBatch()
+        self._texts = self._open(chunks)  # documents compose while the host plans
         return super().prepare_batch(chunks, previous, decoding)
 
     def release_batch(self) -> None:
         """See `ModelRunner.release_batch`."""
         super().release_batch()
-        self._decoding, self._held = DecodeBatch(), []
+        self._decoding, self._texts, self._held = DecodeBatch(), [], []
 
     def _new_step(self) -> StepAttention:
         return _HybridStep(self._kernels, self._tables)
@@ -161,29 +172,32 @@ class HybridDeviceRunner(DeviceModelRunner):
             self._eager_states = StateTables(tables.capacity.rows, self.device)
         return self._eager_states
 
+    def _open(self, chunks: Sequence[ScheduledChunk]) -> list[_OpenedText]:
+        """Compose the documents before chunks, whose rows follow the decode batch."""
+        opened, row = list[_OpenedText](), self._decoding.rows
+        for chunk in chunks:
+            assert isinstance(chunk.private, RecurrentTable)
+            runs = chunk.private.runs(row, row + len(chunk.position_ids))
+            opened.append(_OpenedText(runs, self._slot_before(runs[0])))
+            row = runs[-1].end
+        return opened
+
     def _place_states(self, launch: DeviceLaunch) -> None:
-        """Compose documents, take slots for the states behind the rows, and upload the tables."""
-        assert self._slots is not None
+        """Take slots for the states behind the rows, and upload the tables."""
         chains, keep = list[tuple[int, int, int]](), list[tuple[int, int]]()
-        held = list[StateSlot]()
         for row, table in enumerate(self._decoding.tables):
             assert isinstance(table, RecurrentTable)
             before, behind = table.step()
             chains.append((row, row + 1, _slot_of(before).index))
             keep.append((row, self._take(behind).index))
-        row = self._decoding.rows
-        for chunk in launch.chunks:
-            assert isinstance(chunk.private, RecurrentTable)
-            runs = chunk.private.runs(row, row + len(chunk.position_ids))
-            slot = self._slot_before(runs[0])
-            if slot is not None:
-                held.append(slot)
-            row = runs[-1].end
-            chains.append((runs[0].begin, row, -1 if slot is None else slot.index))
-            keep += [(run.end - 1, self._take(run.after).index) for run in runs]
-        self._held = held
+        for text in self._texts:
+            begin, end = text.runs[0].begin, text.runs[-1].end
+            chains.append((begin, end, -1 if text.slot is None else text.slot.index))
+            keep += [(run.end - 1, self._take(run.after).index) for run in text.runs]
+        self._held = self._texts
         self._chains = None if launch.bucket is not None else len(chains)
-        self._states_of(launch.tables).upload(chains, keep, row)
+        rows = chains[-1][1] if chains else 0
+        self._states_of(launch.tables).upload(chains, keep, rows)
 
     def _take(self, snapshot: RecurrentSnapshot) -> StateSlot:
         """Give a snapshot a slot."""
