@@ -347,7 +347,8 @@ def _portions(inputs: RecurrentInputs) -> Iterator[RecurrentInputs]:
 def _in_chunks(tensor: Tensor, size: int) -> Tensor:
     """Tokens [..., T, D] in chunks [n, ..., size, D]. Zeros fill the last chunk."""
     filled = nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[-2] % size))
-    return filled.unflatten(-2, (-1, size)).movedim(-3, 0)
+    chunks = filled.view(*filled.shape[:-2], -1, size, filled.shape[-1])
+    return chunks.movedim(-3, 0)
 
 
 def _multiplied(transitions: Tensor, increments: Tensor) -> Tensor:
