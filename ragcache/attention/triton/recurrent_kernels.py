@@ -116,19 +116,16 @@ def recur_kernel(
             mask=inside & (before >= 0),
             other=0.0,
         )
-        query += (head // GROUP) * query_head + keys
-        key += (head // GROUP) * key_head + keys
-        value += head * value_head + values
-        step += head * step_head
-        decay += head * decay_head
-        if CHANNELS:
-            decay += keys
+        of_query = query + (head // GROUP) * query_head + keys
+        of_key = key + (head // GROUP) * key_head + keys
+        of_value = value + head * value_head + values
+        of_step, of_decay = step + head * step_head, decay + head * decay_head
         at = first.to(tl.int64)
-        k = tl.load(key + at * key_row, mask=in_keys, other=0.0)
-        q = tl.load(query + at * query_row, mask=in_keys, other=0.0)
-        v = tl.load(value + at * value_row, mask=in_values, other=0.0)
-        b = tl.load(step + at * step_row)
-        g = _decay(decay + at * decay_row, in_keys, CHANNELS)
+        k = tl.load(of_key + at * key_row, mask=in_keys, other=0.0)
+        q = tl.load(of_query + at * query_row, mask=in_keys, other=0.0)
+        v = tl.load(of_value + at * value_row, mask=in_values, other=0.0)
+        b = tl.load(of_step + at * step_row)
+        g = _decay(of_decay + at * decay_row, keys, in_keys, CHANNELS)
         for token in range(end - first):
             at = (first + token).to(tl.int64)
             k_now, q_now, v_now = k.to(tl.float32), q.to(tl.float32), v.to(tl.float32)
@@ -136,11 +133,11 @@ def recur_kernel(
             behind = tl.load(keep + at)
             # the inputs of the next token arrive while this one is computed
             ahead = tl.minimum(at + 1, end - 1)
-            k = tl.load(key + ahead * key_row, mask=in_keys, other=0.0)
-            q = tl.load(query + ahead * query_row, mask=in_keys, other=0.0)
-            v = tl.load(value + ahead * value_row, mask=in_values, other=0.0)
-            b = tl.load(step + ahead * step_row)
-            g = _decay(decay + ahead * decay_row, in_keys, CHANNELS)
+            k = tl.load(of_key + ahead * key_row, mask=in_keys, other=0.0)
+            q = tl.load(of_query + ahead * query_row, mask=in_keys, other=0.0)
+            v = tl.load(of_value + ahead * value_row, mask=in_values, other=0.0)
+            b = tl.load(of_step + ahead * step_row)
+            g = _decay(of_decay + ahead * decay_row, keys, in_keys, CHANNELS)
             if DELTA:
                 k_now *= tl.rsqrt(tl.sum(k_now * k_now, 0) + TINY)
                 q_now *= tl.rsqrt(tl.sum(q_now * q_now, 0) + TINY)
@@ -158,11 +155,12 @@ def recur_kernel(
 
 
 @triton.jit
-def _decay(at, in_keys, CHANNELS: tl.constexpr):
+def _decay(at, keys, in_keys, CHANNELS: tl.constexpr):
     """Logarithm of a token's decay: one number, or one for each channel of the key."""
     if CHANNELS:
-        return tl.load(at, mask=in_keys, other=0.0)
-    return tl.load(at)
+        return tl.load(at + keys, mask=in_keys, other=0.0)
+    else:
+        return tl.load(at)
 
 
 @triton.jit
