@@ -401,19 +401,14 @@ def _of_each_head(keys: Tensor, values: Tensor) -> Tensor:
 def _inverse(strictly_lower: Tensor) -> Tensor:
     """Return the inverse of I + L, [..., C, C].
 
-    L to the fourth power is zero for up to four tokens, whose inverse is a product of two short
-    sums. More tokens are two halves:
-
-        (I + [[A, 0], [C, B]])^-1 = [[A', 0], [-B' C A', B']],  A' = (I + A)^-1, B' = (I + B)^-1
+    A product of two short sums inverts what seams have, up to four tokens: L to the fourth power
+    is zero. A solver takes longer for so small a system.
     """
     size = strictly_lower.shape[-1]
+    identity = torch.eye(size, device=strictly_lower.device)
     if size <= _FEW_TOKENS:
-        identity = torch.eye(size, device=strictly_lower.device)
         return (identity - strictly_lower) @ (identity + strictly_lower @ strictly_lower)
-    if size % 2:
-        padded = nn.functional.pad(strictly_lower, (0, 1, 0, 1))
-        return _inverse(padded)[..., :size, :size]
-    rows, columns = strictly_lower.tensor_split(2, -2), size // 2
-    first, second = _inverse(torch.stack([rows[0][..., :columns], rows[1][..., columns:]]))
-    corner = -second @ rows[1][..., :columns] @ first
-    return torch.cat([nn.functional.pad(first, (0, columns)), torch.cat([corner, second], -1)], -2)
+    inverse: Tensor = torch.linalg.solve_triangular(
+        strictly_lower, identity.expand_as(strictly_lower), upper=False, unitriangular=True
+    )
+    return inverse

@@ -258,10 +258,9 @@ def compose_kernel(
     before. weight [R, channels, KERNEL], bias [R, channels]. Keys of the convolution begin at
     channel key_at, values at value_at. See `recur_kernel` for the other arguments.
     """
-    # programs of one head run side by side: they multiply by the same matrices
-    layer, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys = tl.arange(0, DKP)
-    values = tl.program_id(0) * BV + tl.arange(0, BV)
+    values = tl.program_id(2) * BV + tl.arange(0, BV)
     in_keys, in_values = keys < DK, values < DV
     inside = in_keys[:, None] & in_values[None, :]
     place = (layer * heads + head) * head_size

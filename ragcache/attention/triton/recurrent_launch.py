@@ -335,7 +335,7 @@ class Composer:
         keys = (channels - heads * width) // (2 * dim)  # heads of queries and keys
         places = self._upload([_addresses(each) for order in orders for each in order])
         bias = self.weight if self.bias is None else self.bias
-        compose_kernel[triton.cdiv(width, COMPOSED_VALUES), heads, len(self.weight)](
+        compose_kernel[len(self.weight), heads, triton.cdiv(width, COMPOSED_VALUES)](
             *(places, len(orders[0]), states[source], windows[source], int(before is not None)),
             *(states[into.index], self.weight, bias, first.increment, first.decays),
             channels,
