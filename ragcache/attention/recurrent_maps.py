@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 CHUNK, CHANNEL_CHUNK = 64, 16
 """Tokens of a chunk, with one decay for each head, and one for each channel."""
-_CHUNKS_AT_ONCE = 16  # which bounds the memory of a long text
+_CHUNKS_AT_ONCE = 32  # which bounds the memory of a long text
 _FEW_TOKENS = 4  # whose system of equations is inverted by one product
 _TINY = 1e-6  # in the norms of keys, as in transformers
 
@@ -54,11 +54,17 @@ class RecurrentInputs:
         tensors = (self.keys, self.values, self.decays, self.steps)
         return RecurrentInputs(*(each[..., begin:end, :] for each in tensors))
 
-    def chunks(self, size: int) -> RecurrentInputs:
-        """Return the inputs in chunks, [n, ..., H, size, D]. Tokens that fill up the last chunk
-        change nothing."""
+    def chunks(self, size: int, empty: int) -> RecurrentInputs:
+        """Return the inputs in chunks, [n, ..., H, size, D]. So many empty tokens come before the
+        others, and more fill up the last chunk: they change nothing."""
         tensors = (self.keys, self.values, self.decays, self.steps)
-        return RecurrentInputs(*(_in_chunks(each, size) for each in tensors))
+        return RecurrentInputs(*(_in_chunks(each, size, empty) for each in tensors))
+
+    def some(self, chunks: slice) -> RecurrentInputs:
+        """Return the inputs of some chunks."""
+        return RecurrentInputs(
+            self.keys[chunks], self.values[chunks], self.decays[chunks], self.steps[chunks]
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,14 +200,16 @@ class DeltaRule:
         S <- D S + K^T (U - W S), where W and U solve one triangular system (Gated DeltaNet, eq. 8
         to 10).
         """
-        keys, steps, values = inputs.keys, inputs.steps, inputs.values
-        total = inputs.decays.cumsum(-2)  # [..., H, C, 1 or dk]
-        inner = _decayed_products(keys, keys, total, -1)
-        known = torch.cat([-keys * total.exp() * steps, values * steps], -1)
+        return self._update(inputs, _Decays.of(inputs))
+
+    def _update(self, inputs: RecurrentInputs, decays: _Decays) -> StateUpdate:
+        keys, steps, values, total = inputs.keys, inputs.steps, inputs.values, decays.total
+        inner = decays.products(keys, keys).tril(-1)
+        known = torch.cat([-keys * decays.begun * steps, values * steps], -1)
         solved = _inverse(inner * steps) @ known
         weights, targets = torch.split(solved, [keys.shape[-1], values.shape[-1]], -1)
         until = (total[..., -1:, :] - total).exp()
-        return StateUpdate(total[..., -1:, :].exp().mT, (keys * until).mT, targets, weights)
+        return StateUpdate(decays.begun[..., -1:, :].mT, (keys * until).mT, targets, weights)
 
     def advance(self, state: Tensor, inputs: RecurrentInputs) -> Tensor:
         """See `Recurrence.advance`."""
@@ -216,13 +224,12 @@ class DeltaRule:
         identity = torch.eye(dim, device=inputs.keys.device).expand(heads, dim, dim)
         return identity, inputs.values.new_zeros(heads, dim, inputs.values.shape[-1])
 
-    def read(
-        self, queries: Tensor, inputs: RecurrentInputs, state: Tensor, first: int
-    ) -> ReadText:
+    def read(self, queries: Tensor, inputs: RecurrentInputs, state: Tensor, first: int) -> ReadText:
         """Compute the outputs of a text, and its map.
 
-        The first tokens are read from the state. The states before all chunks of the others follow
-        from the maps of the chunks before them, so that all outputs are computed at once.
+        The first tokens are a chunk of their own. The states before the other chunks follow from
+        the state behind it and the maps of the chunks between, so that all outputs are computed at
+        once.
 
         Args:
             queries: Queries of length one times the factor of the outputs, [H, T, dk].
@@ -230,25 +237,30 @@ class DeltaRule:
             state: The state before the text, [H, dk, dv].
             first: Number of tokens that the map leaves out.
         """
+        first, dim = min(first, inputs.length), queries.shape[-1]
+        size = min(_chunk_size(inputs), max(first, inputs.length - first))
+        empty = size - first if first else 0
+        chunks, asked = inputs.chunks(size, empty), _in_chunks(queries, size, empty)
         outputs, found = list[Tensor](), self.empty_map(inputs)
-        if first:
-            opened = inputs.part(0, first)
-            update = self.update(opened)
-            outputs.append(_outputs(queries[:, :first], opened, update, state))
-            state = update.apply(state)
-        at = first
-        for part in _portions(inputs.part(first, inputs.length)):
-            update = self.update(part)
-            maps = _multiplied(*update.as_map())  # [n + 1, H, dk, dk + dv]
-            transitions, increments = maps.tensor_split([queries.shape[-1]], -1)
-            states = increments + transitions @ state
-            tokens = min(inputs.length - at, len(part.keys) * part.length)
-            asked = _in_chunks(queries[:, at : at + tokens], part.length)
-            answered = _outputs(asked, part, update, states[:-1])  # [n, H, C, dv]
-            outputs.append(answered.transpose(0, 1).flatten(1, 2)[:, :tokens])
-            found = join_maps(found, (transitions[-1], increments[-1]))
-            state, at = states[-1], at + tokens
-        return ReadText(torch.cat(outputs, 1), state, found)
+        for begin in range(0, len(asked), _CHUNKS_AT_ONCE):
+            here = slice(begin, begin + _CHUNKS_AT_ONCE)
+            part = chunks.some(here)
+            decays = _Decays.of(part)
+            update = self._update(part, decays)
+            transitions, increments = update.as_map()
+            before = []
+            if first and not begin:
+                before = [state[None]]
+                state = torch.baddbmm(increments[0], transitions[0], state)
+            left = slice(len(before), None)
+            maps = _multiplied(transitions[left], increments[left])  # [n + 1, H, dk, dk + dv]
+            states = maps[..., dim:] + maps[..., :dim] @ state
+            all_before = torch.cat([*before, states[:-1]])
+            outputs.append(_outputs(asked[here], part.keys, decays, update, all_before))
+            found = join_maps(found, maps[-1].tensor_split([dim], -1))
+            state = states[-1]
+        out = torch.cat(outputs).transpose(0, 1).flatten(1, 2)
+        return ReadText(out[:, empty : empty + inputs.length], state, found)
 
 
 class StateSpace:
@@ -323,9 +335,7 @@ def apply_map(
     return torch.baddbmm(increment, transition, state, out=out)
 
 
-def join_maps(
-    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def join_maps(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the map (M, N) of a text and of another text behind it."""
     transition, increment = second
     nothing = torch.zeros_like(first[0])
@@ -336,19 +346,41 @@ def _chunk_size(inputs: RecurrentInputs) -> int:
     return CHUNK if inputs.decays.shape[-1] == 1 else CHANNEL_CHUNK
 
 
-def _portions(inputs: RecurrentInputs) -> Iterator[RecurrentInputs]:
-    """The tokens of a text in chunks, [n, H, C, D], some chunks at a time."""
-    size = _chunk_size(inputs)
-    for begin in range(0, inputs.length, size * _CHUNKS_AT_ONCE):
-        part = inputs.part(begin, begin + size * _CHUNKS_AT_ONCE)
-        yield part.chunks(min(size, part.length))
-
-
-def _in_chunks(tensor: Tensor, size: int) -> Tensor:
-    """Tokens [..., T, D] in chunks [n, ..., size, D]. Zeros fill the last chunk."""
-    filled = nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[-2] % size))
+def _in_chunks(tensor: Tensor, size: int, empty: int) -> Tensor:
+    """Tokens [..., T, D] in chunks [n, ..., size, D]. Zeros stand before the tokens, and fill the
+    last chunk."""
+    behind = -(empty + tensor.shape[-2]) % size
+    filled = nn.functional.pad(tensor, (0, 0, empty, behind))
     chunks = filled.view(*filled.shape[:-2], -1, size, filled.shape[-1])
     return chunks.movedim(-3, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decays:
+    """Decays between the tokens of chunks."""
+
+    total: Tensor
+    """Sums of the logarithms up to each token, [..., H, C, 1 or dk]."""
+    begun: Tensor
+    """Decay from the begin of the chunk up to each token, [..., H, C, 1 or dk]."""
+    apart: Tensor
+    """Decay from each token to each one that is not before it, else 0, [..., H, C, C, 1 or dk]."""
+
+    @classmethod
+    def of(cls, inputs: RecurrentInputs) -> _Decays:
+        total = inputs.decays.cumsum(-2)
+        apart = total[..., :, None, :] - total[..., None, :, :]
+        shape = apart.shape[-3:-1]
+        earlier = torch.ones(shape, dtype=torch.bool, device=total.device).triu(1)
+        apart = apart.masked_fill(earlier[..., None], float("-inf"))
+        return cls(total, total.exp(), apart.exp())
+
+    def products(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Products of queries with the keys up to their own, [..., H, C, C], which decay by the
+        tokens between them."""
+        if self.apart.shape[-1] == 1:
+            return queries @ keys.mT * self.apart[..., 0]
+        return torch.einsum("...ik,...jk,...ijk->...ij", queries, keys, self.apart)
 
 
 def _multiplied(transitions: Tensor, increments: Tensor) -> Tensor:
@@ -365,26 +397,13 @@ def _multiplied(transitions: Tensor, increments: Tensor) -> Tensor:
 
 
 def _outputs(
-    queries: Tensor, inputs: RecurrentInputs, update: StateUpdate, state: Tensor
+    queries: Tensor, keys: Tensor, decays: _Decays, update: StateUpdate, state: Tensor
 ) -> Tensor:
-    """Outputs of a chunk, [..., H, C, dv]: queries read the state before the chunk, and what the
+    """Outputs of chunks, [n, H, C, dv]: queries read the state before the chunk, and what the
     chunk's tokens up to their own add to it (Gated DeltaNet, eq. 9)."""
-    total = inputs.decays.cumsum(-2)
-    scores = _decayed_products(queries, inputs.keys, total, 0)
     assert update.weights is not None
     added = update.right + update.weights @ state
-    return (queries * total.exp()) @ state + scores @ added
-
-
-def _decayed_products(queries: Tensor, keys: Tensor, total: Tensor, diagonal: int) -> Tensor:
-    """Products of queries with earlier keys of a chunk, which decay by the tokens between them,
-    [..., H, C, C]. total: sums of the decays, [..., H, C, 1 or dk]."""
-    apart = total[..., :, None, :] - total[..., None, :, :]  # [..., H, C, C, 1 or dk]
-    seen = torch.ones(apart.shape[-3:-1], dtype=torch.bool, device=keys.device).tril(diagonal)
-    apart = apart.masked_fill(~seen[..., None], float("-inf")).exp()
-    if apart.shape[-1] == 1:
-        return queries @ keys.mT * apart[..., 0]
-    return torch.einsum("...ik,...jk,...ijk->...ij", queries, keys, apart)
+    return (queries * decays.begun) @ state + decays.products(queries, keys) @ added
 
 
 def _split_heads(channels: Tensor, size: int) -> Tensor:

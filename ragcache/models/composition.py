@@ -283,9 +283,7 @@ def _extended(
     )
 
 
-def _empty_map(
-    inputs: Tensor, read: _ReadTokens | None, recurrence: Recurrence | None
-) -> LayerMap:
+def _empty_map(inputs: Tensor, read: _ReadTokens | None, recurrence: Recurrence | None) -> LayerMap:
     """The map of no text."""
     first = inputs[..., :0]
     if read is None or recurrence is None:

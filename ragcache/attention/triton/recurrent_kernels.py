@@ -159,8 +159,7 @@ def _decay(at, keys, in_keys, CHANNELS: tl.constexpr):
     """Logarithm of a token's decay: one number, or one for each channel of the key."""
     if CHANNELS:
         return tl.load(at + keys, mask=in_keys, other=0.0)
-    else:
-        return tl.load(at)
+    return tl.load(at)
 
 
 @triton.jit

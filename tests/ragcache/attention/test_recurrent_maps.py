@@ -77,7 +77,7 @@ def test_a_map_is_its_text_token_by_token(name: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("channels", [1, KEY])
-@pytest.mark.parametrize(("length", "first"), [(1, 3), (3, 3), (40, 3), (70, 0), (1100, 3)])
+@pytest.mark.parametrize(("length", "first"), [(1, 3), (3, 3), (4, 3), (40, 3), (70, 0), (2200, 3)])
 def test_a_text_is_read_token_by_token(channels: int, length: int, first: int) -> None:
     """Outputs, the state behind, and the map without the first tokens."""
     inputs = draw(length, channels)
