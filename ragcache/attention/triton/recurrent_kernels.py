@@ -125,7 +125,10 @@ def recur_kernel(
         q = tl.load(of_query + at * query_row, mask=in_keys, other=0.0)
         v = tl.load(of_value + at * value_row, mask=in_values, other=0.0)
         b = tl.load(of_step + at * step_row)
-        g = _decay(of_decay + at * decay_row, keys, in_keys, CHANNELS)
+        if CHANNELS:
+            g = tl.load(of_decay + at * decay_row + keys, mask=in_keys, other=0.0)
+        else:
+            g = tl.load(of_decay + at * decay_row)
         for token in range(end - first):
             at = (first + token).to(tl.int64)
             k_now, q_now, v_now = k.to(tl.float32), q.to(tl.float32), v.to(tl.float32)
@@ -137,7 +140,10 @@ def recur_kernel(
             q = tl.load(of_query + ahead * query_row, mask=in_keys, other=0.0)
             v = tl.load(of_value + ahead * value_row, mask=in_values, other=0.0)
             b = tl.load(of_step + ahead * step_row)
-            g = _decay(of_decay + ahead * decay_row, keys, in_keys, CHANNELS)
+            if CHANNELS:
+                g = tl.load(of_decay + ahead * decay_row + keys, mask=in_keys, other=0.0)
+            else:
+                g = tl.load(of_decay + ahead * decay_row)
             if DELTA:
                 k_now *= tl.rsqrt(tl.sum(k_now * k_now, 0) + TINY)
                 q_now *= tl.rsqrt(tl.sum(q_now * q_now, 0) + TINY)
@@ -152,14 +158,6 @@ def recur_kernel(
             tl.store(out + (at * heads + head) * DV + values, found, mask=in_values)
             if behind >= 0:
                 tl.store(states + behind.to(tl.int64) * slot_stride + place, state, mask=inside)
-
-
-@triton.jit
-def _decay(at, keys, in_keys, CHANNELS: tl.constexpr):
-    """Logarithm of a token's decay: one number, or one for each channel of the key."""
-    if CHANNELS:
-        return tl.load(at + keys, mask=in_keys, other=0.0)
-    return tl.load(at)
 
 
 @triton.jit
