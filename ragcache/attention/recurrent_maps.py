@@ -241,7 +241,7 @@ class DeltaRule:
         size = min(_chunk_size(inputs), max(first, inputs.length - first))
         empty = size - first if first else 0
         chunks, asked = inputs.chunks(size, empty), _in_chunks(queries, size, empty)
-        outputs, found = list[Tensor](), self.empty_map(inputs)
+        outputs, found = list[Tensor](), None
         for begin in range(0, len(asked), _CHUNKS_AT_ONCE):
             here = slice(begin, begin + _CHUNKS_AT_ONCE)
             part = chunks.some(here)
@@ -257,8 +257,11 @@ class DeltaRule:
             states = maps[..., dim:] + maps[..., :dim] @ state
             all_before = torch.cat([*before, states[:-1]])
             outputs.append(_outputs(asked[here], part.keys, decays, update, all_before))
-            found = join_maps(found, maps[-1].tensor_split([dim], -1))
-            state = states[-1]
+            # copies of their own: views would keep the maps of all chunks
+            new = maps[-1, ..., :dim].clone(), maps[-1, ..., dim:].clone()
+            found = new if found is None else join_maps(found, new)
+            state = states[-1].clone()
+        assert found is not None
         out = torch.cat(outputs).transpose(0, 1).flatten(1, 2)
         return ReadText(out[:, empty : empty + inputs.length], state, found)
 

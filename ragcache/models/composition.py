@@ -263,6 +263,7 @@ def _extended(
     kernel: int,
 ) -> LayerMap:
     """Extend a map by tokens with these inputs of the convolution, [1, channels, T]."""
+    begins = before is None
     if before is None:
         before = _empty_map(inputs, read, recurrence)
     opened = min(inputs.shape[-1], kernel - 1 - before.first.shape[-1])
@@ -275,7 +276,7 @@ def _extended(
         )
     tokens = read.tokens.part(0, opened)
     return LayerMap(
-        *join_maps((before.transition, before.increment), read.map),
+        *(read.map if begins else join_maps((before.transition, before.increment), read.map)),
         torch.cat([before.decays, tokens.decays], 1),
         torch.cat([before.steps, tokens.steps], 1),
         first,

@@ -87,12 +87,12 @@ def convolve_kernel(
 def recur_kernel(
     query, query_row, query_head, key, key_row, key_head, value, value_row, value_head,
     decay, decay_row, decay_head, step, step_row, step_head, out,
-    states, slot_stride, head_stride, chain, keep, heads, scale,
+    states, slot_stride, head_stride, chain, chains, keep, heads, scale,
     GROUP: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
     KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr,
     DELTA: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The recurrence of one chain, head and block of BV values, token by token, in float32:
+    """The recurrence of some chains, one head and a block of BV values, token by token, in float32:
 
         S <- exp(g) S,  v <- b (v - k^T S) or b v,  S <- S + k v^T,  out = scale q^T S
 
@@ -104,7 +104,7 @@ def recur_kernel(
     number, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(chain + CHAIN * number)
     end = tl.load(chain + CHAIN * number + 1)
-    if first < end:
+    while first < end:  # and not only if so: chains without rows need no programs
         before = tl.load(chain + CHAIN * number + 2)
         keys = tl.arange(0, DKP)
         values = tl.program_id(2) * BV + tl.arange(0, BV)
@@ -158,6 +158,9 @@ def recur_kernel(
             tl.store(out + (at * heads + head) * DV + values, found, mask=in_values)
             if behind >= 0:
                 tl.store(states + behind.to(tl.int64) * slot_stride + place, state, mask=inside)
+        number += tl.num_programs(0)
+        first = tl.load(chain + CHAIN * number, mask=number < chains, other=0)
+        end = tl.load(chain + CHAIN * number + 1, mask=number < chains, other=0)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -31,8 +32,12 @@ CHAIN_WIDTH: Final = 4
 COMPOSE_WARPS: Final = 4
 """Warps of a program of the composition."""
 
-COMPOSED_VALUES: Final = 16
-"""Columns of a state that a program of the composition has."""
+COMPOSED_VALUES: Final = 64
+"""Columns of a state that a program of the composition has. Each program reads the maps again."""
+
+CHAINS_AT_ONCE: Final = 8
+"""Chains of a step of any rows that have programs of their own. Others follow them. A graph has as
+many chains as rows, and a question one."""
 
 CHANNELS_AT_ONCE: Final = 256
 """Channels of a program of the convolution."""
@@ -255,9 +260,10 @@ class RecurrentKernels:
         block = min(config.values, triton.next_power_of_2(width))
         query, key, value, decay, step = (_dense_heads(x) for x in (query, key, value, decay, step))
         strided = [part for each in (query, key, value, decay, step) for part in _strided(each)]
-        recur_kernel[chains, heads, triton.cdiv(width, block)](
+        programs = chains if kind == "decode" else min(chains, CHAINS_AT_ONCE)
+        recur_kernel[programs, heads, triton.cdiv(width, block)](
             *(*strided, out, states, states.stride(0), states.stride(1)),
-            *(tables.chain, tables.keep, heads, scale),
+            *(tables.chain, chains, tables.keep, heads, scale),
             GROUP=heads // key.shape[2],
             DK=dim,
             DKP=triton.next_power_of_2(dim),
@@ -299,18 +305,28 @@ class Composer:
     ) -> None:
         self.pool, self.weight, self.bias = pool, weight.contiguous(), bias
         self.delta, self.silu = delta, silu
+        self._known = WeakKeyDictionary[RecurrentStates, Sequence[int]]()
 
     def fits(self, documents: Sequence[RecurrentStates]) -> bool:
         """Tell whether the kernel composes documents: they are as long as the convolution, of the
         dtype of the windows, and aligned."""
-        kernel = self.weight.shape[-1]
-        return all(
-            each.last.shape[-1] == kernel
-            and each.first.shape[-1] == kernel - 1
-            and each.last.dtype == self.pool.windows.dtype
-            and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in each.tensors().values())
-            for each in documents
-        )
+        return all(map(self._addresses, documents))
+
+    def _addresses(self, maps: RecurrentStates) -> Sequence[int]:
+        """Addresses of the tensors of a document, as `compose_kernel` takes them. Empty if it does
+        not fit."""
+        found = self._known.get(maps)
+        if found is None:
+            kernel = self.weight.shape[-1]
+            fits = (
+                maps.last.shape[-1] == kernel
+                and maps.first.shape[-1] == kernel - 1
+                and maps.last.dtype == self.pool.windows.dtype
+                and all(_is_aligned(each) for each in maps.tensors().values())
+            )
+            read = maps.transition, maps.increment, maps.first, maps.last, maps.decays, maps.steps
+            found = self._known[maps] = [each.data_ptr() for each in read] if fits else []
+        return found
 
     def compose(
         self,
@@ -333,7 +349,7 @@ class Composer:
         dim, width = (rows, columns) if self.delta else (columns, rows)
         channels, kernel = self.weight.shape[1:]
         keys = (channels - heads * width) // (2 * dim)  # heads of queries and keys
-        places = self._upload([_addresses(each) for order in orders for each in order])
+        places = self._upload([self._addresses(each) for order in orders for each in order])
         bias = self.weight if self.bias is None else self.bias
         compose_kernel[len(self.weight), heads, triton.cdiv(width, COMPOSED_VALUES)](
             *(places, len(orders[0]), states[source], windows[source], int(before is not None)),
@@ -370,7 +386,5 @@ class Composer:
         return host.to(self.pool.windows.device, non_blocking=True)
 
 
-def _addresses(maps: RecurrentStates) -> list[int]:
-    """Addresses of the tensors of a document, as `compose_kernel` takes them."""
-    moved = maps.transition, maps.increment, maps.first, maps.last, maps.decays, maps.steps
-    return [each.data_ptr() for each in moved]
+def _is_aligned(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
