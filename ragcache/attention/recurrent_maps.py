@@ -150,7 +150,7 @@ class Recurrence(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadText:
-    """Outputs of a recurrence for a text, and what the text does to states."""
+    """Outputs of a recurrence for a text, and the effect of the text on states."""
 
     outputs: Tensor
     """[H, T, dv]."""
@@ -402,8 +402,8 @@ def _multiplied(transitions: Tensor, increments: Tensor) -> Tensor:
 def _outputs(
     queries: Tensor, keys: Tensor, decays: _Decays, update: StateUpdate, state: Tensor
 ) -> Tensor:
-    """Outputs of chunks, [n, H, C, dv]: queries read the state before the chunk, and what the
-    chunk's tokens up to their own add to it (Gated DeltaNet, eq. 9)."""
+    """Outputs of chunks, [n, H, C, dv]: queries read the state before the chunk, and the values
+    that the chunk's tokens up to their own add (Gated DeltaNet, eq. 9)."""
     assert update.weights is not None
     added = update.right + update.weights @ state
     return (queries * decays.begun) @ state + decays.products(queries, keys) @ added
