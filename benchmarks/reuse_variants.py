@@ -359,19 +359,13 @@ class VariantComparison:
 
     def compare(self, names: Sequence[str]) -> list[dict[str, Any]]:
         """Return the figures of each variant, by prompt. The first variant is `exact`."""
-        count = len(self.prompts)
-        found: list[dict[str, Any]] = [{} for _ in range(count)]
+        found: list[dict[str, Any]] = [{} for _ in self.prompts]
         reference: list[Tensor] = []
-        groups: dict[tuple[bool, int], list[str]] = {}
-        for name in names:
-            variant = VARIANTS[name]
-            cost = max(len(self.computed(variant, n)) for n in range(count))
-            size = (cost > 0) + (cost > 20 * len(self.prompts[0].modules))
-            groups.setdefault((variant.halved, size), []).append(name)
-        for group in groups.values():
+        for halved in (False, True):
+            group = [name for name in names if VARIANTS[name].halved == halved]
             for begin in range(0, len(group), 12):
                 some = group[begin : begin + 12]
-                results = self._forced(some, [VARIANTS[name] for name in some])
+                results = self._forced([VARIANTS[name] for name in some])
                 for name, own in zip(some, results, strict=True):
                     for n, each in enumerate(own):
                         logs = each.pop("logs")
@@ -393,52 +387,56 @@ class VariantComparison:
             "margin": _short((best[:, 0] - best[:, 1]).min()), "seconds": None,
         }  # fmt: skip
 
-    def _forced(self, names: Sequence[str], variants: Sequence[ReuseVariant]) -> list[list[Any]]:
+    def _forced(self, variants: Sequence[ReuseVariant]) -> list[list[Any]]:
         """Compute the question and exact's answer in variants, then their own answers."""
         model, count = self.model, len(self.prompts)
         cache = model.cache(count * len(variants), self.length)
-        tokens, rows, ends = [], [], []
         extra: dict[str, Tensor] = {}
         if any(v.bias for v in variants):
             extra["bias"] = torch.zeros(len(cache.keys[0]), self.length, device=model.device)
         if any(v.scale != 1 for v in variants):
             extra["scale"] = torch.ones(len(cache.keys[0]), self.length, device=model.device)
-        costs = []
-        for v, variant in enumerate(variants):
-            self.read(variant, cache, v * count)
-            for n, prompt in enumerate(self.prompts):
-                begin, end = self.starts[n][1], self.starts[n][-1]
-                own = self.computed(variant, n)
-                if "bias" in extra:  # computed tokens have none
-                    extra["bias"][v * count + n, begin:end] = variant.bias
-                    extra["bias"][v * count + n, own] = 0
-                if "scale" in extra:
-                    extra["scale"][v * count + n, begin:end] = variant.scale
-                    extra["scale"][v * count + n, own] = 1
-                whole = [t for module in prompt.modules for t in module]
-                first = self.starts[n][0]
-                answer = self.answers[n]
-                asked = [*prompt.question, *answer[:-1]]
-                tokens.append([*(whole[p - first] for p in own), *asked])
-                rows.append([*own, *range(end, end + len(asked))])
-                ends.append(len(tokens[-1]))
-                costs.append(len(own))
-        last = [s[-1] + len(p.question) - 1 for s, p in zip(self.starts, self.prompts, strict=True)]
+        found, begins = [], []
         with self._products_in_half(variants[0].halved):
-            hidden = model.forward(self._tensor(tokens), self._tensor(rows), cache, **extra)
-            scored = [
-                model.logits(hidden[b, end - len(self.answers[b % count]) : end]).log_softmax(-1)
-                for b, end in enumerate(ends)
+            for v, variant in enumerate(variants):
+                here = slice(v * count, (v + 1) * count)
+                self.read(variant, cache, here.start)
+                part = Cache(cache.keys[:, here], cache.values[:, here])
+                given = {name: each[here] for name, each in extra.items()}
+                found.append(self._scored(variant, part, given))
+                begins += [each["logs"][0].argmax() for each in found[-1]]
+            last = [
+                s[-1] + len(p.question) - 1 for s, p in zip(self.starts, self.prompts, strict=True)
             ]
-            begins = torch.stack([each[0].argmax() for each in scored])
-            answers = self.generated(begins, last * len(variants), cache, **extra)
-        return [
-            [
-                {"logs": scored[b], "computed": costs[b], "answer": self._without_stop(answers[b])}
-                for b in range(v * count, (v + 1) * count)
-            ]
-            for v in range(len(names))
-        ]
+            answers = self.generated(torch.stack(begins), last * len(variants), cache, **extra)
+        for b, answer in enumerate(answers):
+            found[b // count][b % count]["answer"] = self._without_stop(answer)
+        return found
+
+    def _scored(
+        self, variant: ReuseVariant, cache: Cache, extra: dict[str, Tensor]
+    ) -> list[dict[str, Any]]:
+        """Compute the question and exact's answer of each prompt in a variant."""
+        tokens, rows, costs = [], [], []
+        for n, prompt in enumerate(self.prompts):
+            first, begin, end = (self.starts[n][at] for at in (0, 1, -1))
+            own = self.computed(variant, n)
+            if "bias" in extra:  # computed tokens have none
+                extra["bias"][n, begin:end] = variant.bias
+                extra["bias"][n, own] = 0
+            if "scale" in extra:
+                extra["scale"][n, begin:end] = variant.scale
+                extra["scale"][n, own] = 1
+            whole = [t for module in prompt.modules for t in module]
+            asked = [*prompt.question, *self.answers[n][:-1]]
+            tokens.append([*(whole[p - first] for p in own), *asked])
+            rows.append([*own, *range(end, end + len(asked))])
+            costs.append(len(own))
+        hidden = self.model.forward(self._tensor(tokens), self._tensor(rows), cache, **extra)
+        sizes = [len(answer) for answer in self.answers]
+        ends = [hidden[n, len(t) - sizes[n] : len(t)] for n, t in enumerate(tokens)]
+        logs = self.model.logits(torch.cat(ends)).log_softmax(-1).split(sizes)
+        return [{"logs": log, "computed": cost} for log, cost in zip(logs, costs, strict=True)]
 
     def _without_stop(self, tokens: list[int]) -> list[int]:
         return [token for token in tokens if token not in self.stops]

@@ -77,7 +77,7 @@ def test_variants_that_compute_all_tokens_are_exact(model: tuple[Any, PlainModel
     compared = VariantComparison(model[1], texts, prompts, tokens=4, fit=fit)
     for name in ("rooted", "mean4", "own", "before", "by place", "beyond", "similar", "fitted"):
         whole = ReuseVariant(name, first=(99,), bias=-0.5, scale=0.9)
-        [own, _] = compared._forced(["whole"], [whole])[0]
+        [own, _] = compared._forced([whole])[0]
         assert own["answer"] == compared.answers[0]
         assert own["computed"] == 9 + 24
     found = compared.compare(list(VARIANTS))
