@@ -435,7 +435,7 @@ class VariantComparison:
         hidden = self.model.forward(self._tensor(tokens), self._tensor(rows), cache, **extra)
         sizes = [len(answer) for answer in self.answers]
         ends = [hidden[n, len(t) - sizes[n] : len(t)] for n, t in enumerate(tokens)]
-        logs = self.model.logits(torch.cat(ends)).log_softmax(-1).split(sizes)
+        logs = torch.split(self.model.logits(torch.cat(ends)).log_softmax(-1), sizes)
         return [{"logs": log, "computed": cost} for log, cost in zip(logs, costs, strict=True)]
 
     def _without_stop(self, tokens: list[int]) -> list[int]:
