@@ -429,7 +429,7 @@ class Catalog:
         return self._versions.read("", unchanged)
 
     def _read_versions(self) -> dict[str, tuple[int, int]]:
-        rows = self._database.fetch(_VERSIONS, namespace=self.namespace)
+        rows = self._database.fetch_values(_VERSIONS, namespace=self.namespace)
         return {name: (number, revision) for name, number, revision in rows}
 
     def add_tokens(self, module_id: int, token_ids: Sequence[int]) -> None:

@@ -66,6 +66,7 @@ class Database:
         self._reading_once = engine.execution_options(**_ONE_READ)
         self._reads = sessionmaker(self._reading, expire_on_commit=False)
         self._watch = _Watch(None if shared else engine.url.database)
+        self._compiled: dict[Select[Any], tuple[str, Sequence[str]]] = {}  # with their parameters
 
     @classmethod
     def open(cls, where: Path | str, *, busy_seconds: float = BUSY_SECONDS) -> Database:
@@ -142,6 +143,19 @@ class Database:
         with _named_errors(self.name), self._reading_once.connect() as connection:
             return connection.execute(statement, parameters).all()
 
+    def fetch_values(self, statement: Select[Any], **parameters: object) -> Sequence[Any]:
+        """Return the rows of one statement whose columns are numbers and texts.
+
+        Takes a tenth of the time of `fetch` where the ledger is a file. Raises as `transaction`.
+        """
+        self._check_open()
+        if statement not in self._compiled:
+            compiled: Any = statement.compile(self.engine)
+            self._compiled[statement] = str(compiled), compiled.positiontup or ()
+        text, names = self._compiled[statement]
+        rows = self._watch.rows(text, [parameters[name] for name in names])
+        return self.fetch(statement, **parameters) if rows is None else rows
+
     def changes(self) -> int | None:
         """Return a number that differs after anybody has changed the ledger.
 
@@ -175,16 +189,20 @@ class _Watch:
 
     def version(self) -> int | None:
         """Return SQLite's `data_version`, or None without a file or an answer."""
+        rows = self.rows("PRAGMA data_version")
+        return rows[0][0] if rows else None
+
+    def rows(self, statement: str, values: Sequence[object] = ()) -> list[Any] | None:
+        """Return the rows of a statement, or None without a file or an answer."""
         if self._uri is None:
             return None
         with self._lock:
             try:
                 if self._connection is None:
                     self._connection = sqlite3.connect(self._uri, uri=True, check_same_thread=False)
-                found: int = self._connection.execute("PRAGMA data_version").fetchone()[0]
+                return self._connection.execute(statement, values).fetchall()
             except sqlite3.Error:
                 return None
-            return found
 
     def close(self) -> None:
         with self._lock:

@@ -36,6 +36,7 @@ class PromptTokenizer:
     Attributes:
         control: The control tokens with their ids, the longest first.
         prefixes: Whether a text has other tokens at the beginning of a prompt than within.
+        parts: Whether the tokens of a text are those of the parts between its control tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -52,6 +53,12 @@ class PromptTokenizer:
         self._spelled = _any_of(self._names.values())
         self._lead = self._encode(_ANCHOR)
         self.prefixes = self._anchored("a") not in (None, self._encode("a"))
+        strips = any(
+            token.lstrip or token.rstrip
+            for token in tokenizer.added_tokens_decoder.values()
+            if token.content in self.control
+        )
+        self.parts = self._backend is not None and not (self.prefixes or strips)
 
     def spell(self, text: str) -> str:
         """A template's text in which its control tokens have the names that `encode` reads."""

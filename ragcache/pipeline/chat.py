@@ -24,6 +24,7 @@ from ragcache.params import SearchParams
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.ask import is_small_talk, readable
 from ragcache.pipeline.chat_template import (
+    MARK,
     ChatTemplate,
     Message,
     check_messages,
@@ -54,8 +55,8 @@ MIN_READ_TOKENS = 8
 FitsAt = Callable[[int, int], bool]
 """Tells whether a module's states can be read at a position: `fits_at(start, length)`."""
 
-_SHORT = 64
-"""Most characters of a text whose tokens are cached."""
+_SHORT = 1024
+"""Most characters of a text whose tokens are remembered."""
 _EDGE = 3
 """Tokens at the front of a text that may differ with the text before it."""
 
@@ -459,7 +460,7 @@ class InContextTokenizer:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template, self._model = template, template.model
-        self._encode_short = lru_cache(1024)(template.encode)
+        self._encode_short = lru_cache(2048)(template.encode)
 
     def encode(self, text: str, *, first: bool) -> Sequence[int]:
         """Return the tokens of a text with marks (see `ChatTemplate`).
@@ -468,7 +469,12 @@ class InContextTokenizer:
             text: The text.
             first: Whether the text begins the prompt.
         """
-        # Texts between modules are short and mostly the same.
+        if not self._model.prompt_tokenizer.parts:
+            return self._encode(text, first=first)
+        parts = filter(None, MARK.split(text))  # the earlier turns of a chat are known
+        return [token for part in parts for token in self._encode(part, first=False)]
+
+    def _encode(self, text: str, *, first: bool) -> Sequence[int]:
         encode = self._encode_short if len(text) <= _SHORT else self._template.encode
         return encode(text, first=first)
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -32,6 +32,7 @@ from ragcache.models.tokenizer import control_tokens
 _FIRST = 0x100000  # first mark: plane 16, for private use
 _FIRST_STAND_IN = 0x10F000  # first stand-in, above the marks
 _WRITTEN = "\U0010fffd"  # precedes a whole control token that a content spells
+_SHORT = 64  # characters of a text that is hidden once and then remembered
 MARK = re.compile("([\U00100000-\U0010fffd])")
 
 UNKNOWN_TEMPLATE = "{content}\n"
@@ -165,7 +166,8 @@ class ChatTemplate:
             text: The text.
             first: Whether the text begins the prompt.
         """
-        return self._tokenizer.encode(text.translate(self._names), first=first)
+        written = text.translate(self._names) if find_mark(text) else text
+        return self._tokenizer.encode(written, first=first)
 
     def count(self, text: str) -> int:
         """Return the number of tokens of a text."""
@@ -280,11 +282,13 @@ class ControlTokenEscaper:
         self._revealed = {ord(each): letter for letter, each in self._hidden.items()}
         self._revealed[ord(_WRITTEN)] = ""
         self._visible = frozenset(visible)
-        some = "|".join(map(re.escape, control)) or "(?!)"
-        self._any = re.compile(f"(?=({some}))")  # also tokens that begin inside another
+        self._control = tuple(control)
+        self._firsts = {token[0] for token in control}
+        self._lasts = {token[-1] for token in control}
         self._begins = {token[:i] for token in control for i in range(1, len(token))}
         self._ends = {token[i:] for token in control for i in range(1, len(token))}
         self._longest = max(map(len, control), default=0)
+        self._hide_short = lru_cache(1024)(self._hide_text)
 
     def hide(self, value: Any, *, generated: bool = False) -> Any:
         """Hide the control tokens in every text of a message or a tool.
@@ -315,16 +319,22 @@ class ControlTokenEscaper:
 
     def _hide(self, text: str, *, ends: bool = True, generated: bool = False) -> str:
         """Hide a text. `ends`: whether text of the template may directly adjoin it."""
+        hide = self._hide_short if len(text) <= _SHORT else self._hide_text  # keys, roles, history
+        return hide(text, ends, generated)
+
+    def _hide_text(self, text: str, ends: bool, generated: bool) -> str:
         if found := find_mark(text):
             raise InvalidRequest(
                 f"a message holds the private character U+{ord(found[0]):X}, which is reserved "
                 "for control tokens; remove it"
             )
-        whole = {found.start(): found[1] for found in self._any.finditer(text)}
+        whole = dict(self._tokens_in(text))
         shown = {at for at, token in whole.items() if token in self._visible}
         places = whole.keys() - shown
         if ends:
             places |= self._edges(text)
+        if not (places or shown):
+            return text
         parts, done = [], 0
         for at in sorted(places if generated else places | shown):
             parts += [text[done:at], _WRITTEN if at in shown and not generated else ""]
@@ -332,13 +342,25 @@ class ControlTokenEscaper:
             done = at + 1
         return "".join([*parts, text[done:]])
 
+    def _tokens_in(self, text: str) -> Iterator[tuple[int, str]]:
+        """Yield the places of control tokens, the longest one of each place."""
+        for letter in self._firsts:
+            at = text.find(letter)
+            while at >= 0:
+                if text.startswith(self._control, at):
+                    yield at, next(each for each in self._control if text.startswith(each, at))
+                at = text.find(letter, at + 1)
+
     def _edges(self, text: str) -> set[int]:
         """Return the places of partial control tokens that the template could complete."""
         first, end = len(text) - len(text.lstrip()), len(text.rstrip())
         most = min(self._longest, end - first)
-        places = {end - n for n in range(1, most + 1) if text[end - n : end] in self._begins}
-        if any(text[first : first + n] in self._ends for n in range(1, most + 1)):
-            places.add(first)
+        places = set[int]()
+        if not self._firsts.isdisjoint(text[end - most : end]):
+            places = {end - n for n in range(1, most + 1) if text[end - n : end] in self._begins}
+        if not self._lasts.isdisjoint(text[first : first + most]):
+            head = (text[first : first + n] for n in range(1, most + 1))
+            places |= {first} if any(each in self._ends for each in head) else set()
         return places
 
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -37,6 +37,9 @@ T = TypeVar("T")
 
 Encode = Callable[[Sequence[EncodeJob]], Iterable[KVStates]]
 """Encodes one job or more, and returns their states in order (`LLMEngine.encode`)."""
+
+MOST_KEYS = 2048
+"""Modules whose keys an encoder remembers, because hashing their tokens takes longer."""
 
 PORTION = 8
 """Modules that are leased at once while they are encoded. Limits the load on the host tier."""
@@ -181,6 +184,8 @@ class _WantedModule(NamedTuple):
     """Position of the first token."""
     before: tuple[int, ...]
     """Tokens that the module sees."""
+    root: KVKey | None
+    """Key of the states of these tokens."""
 
 
 @dataclass(eq=False)
@@ -193,6 +198,9 @@ class ModuleEncoder(StateEncoder):
     """Text that modules in later places see when they are encoded."""
     _variants: dict[CollectionTexts, ModuleEncoder] = field(default_factory=dict, init=False)
     """Encoders for the texts of collections."""
+
+    def __post_init__(self) -> None:
+        self._wanted = lru_cache(MOST_KEYS)(self._make_wanted)
 
     def with_template(self, kwargs: Mapping[str, Any]) -> ModuleEncoder:
         """Return the encoder for a chat template with other variables.
@@ -250,7 +258,7 @@ class ModuleEncoder(StateEncoder):
             start: Position of the first token. Defaults to the position after the tokens that the
                 module sees.
         """
-        return self._wanted(token_ids, encoding, start).key
+        return self._wanted(tuple(token_ids), encoding, start).key
 
     def keys(
         self,
@@ -292,15 +300,31 @@ class ModuleEncoder(StateEncoder):
                 from states in memory.
         """
         wanted = self._all_wanted(modules, encodings, starts)
+        keys = [self.preamble_key, *(each.key for each in wanted)]
         if origin == "question":
-            self.store.look_up([self.preamble_key, *(each.key for each in wanted)])
+            self.store.look_up(keys)
+            if known := self._lease_known(keys, wanted, patience):
+                return known
         with ExitStack() as undo:
             lease = self._lease_root(self.preamble_ids, origin, patience)
             undo.push(lease)
-            for (encoding, before), run in groupby(wanted, lambda w: (w.encoding, w.before)):
-                self._extend(lease, list(run), encoding, before, origin)
+            for _, run in groupby(wanted, lambda each: (each.encoding, each.root)):
+                self._extend(lease, list(run), origin)
             undo.pop_all()
         return lease
+
+    def _lease_known(
+        self, keys: Sequence[KVKey], wanted: Sequence[_WantedModule], patience: float
+    ) -> Lease | None:
+        """Lease states together, the usual case, if the tiers have all of them."""
+        if not all(map(self.store.memory.is_known, keys)):
+            return None
+        lengths = {each.key: len(each.token_ids) for each in wanted}
+        lease = self.store.lease(keys, self._request("question", "", lengths, patience=patience))
+        if not lease.missing:
+            return lease
+        lease.release()  # some could not be read
+        return None
 
     def prefetch(
         self,
@@ -327,8 +351,6 @@ class ModuleEncoder(StateEncoder):
         self,
         lease: Lease,
         wanted: Sequence[_WantedModule],
-        encoding: Encoding,
-        before: tuple[int, ...],
         origin: Origin,
     ) -> None:
         """Add modules to a lease that are encoded behind the same tokens. Encodes missing ones.
@@ -336,7 +358,8 @@ class ModuleEncoder(StateEncoder):
         A prompt does not read these tokens, unless they are its preamble. They are leased only
         while modules are encoded.
         """
-        root = self._root_key(before) if before else self.preamble_key
+        _, _, encoding, _, before, own_root = wanted[0]
+        root = own_root or self.preamble_key
         lengths = {each.key: len(each.token_ids) for each in wanted}
         request = self._request(origin, encoding, lengths, root)
         lease.extend([each.key for each in wanted], request)
@@ -370,13 +393,13 @@ class ModuleEncoder(StateEncoder):
         preamble = token_ids is self.surroundings.preamble or token_ids is self.preamble_ids
         return self.preamble_key if preamble else self._state_key(token_ids, "root", 0)
 
-    def _wanted(
-        self, token_ids: Sequence[int], encoding: Encoding, start: int | None
+    def _make_wanted(
+        self, token_ids: tuple[int, ...], encoding: Encoding, start: int | None
     ) -> _WantedModule:
         before, at = self.surroundings.place(len(token_ids), encoding, start)
         root = self._root_key(before) if before else None
         key = self._state_key(token_ids, encoding, at, root)
-        return _WantedModule(key, token_ids, encoding, at, before)
+        return _WantedModule(key, token_ids, encoding, at, before, root)
 
     def _all_wanted(
         self,
@@ -386,7 +409,10 @@ class ModuleEncoder(StateEncoder):
     ) -> list[_WantedModule]:
         each = [encodings] * len(modules) if isinstance(encodings, str) else encodings
         placed = self._starts(modules, starts)
-        return [self._wanted(*wanted) for wanted in zip(modules, each, placed, strict=True)]
+        return [
+            self._wanted(tuple(token_ids), encoding, start)
+            for token_ids, encoding, start in zip(modules, each, placed, strict=True)
+        ]
 
     def fits_at(self, start: int, length: int, encoding: Encoding | None) -> bool:
         """Tell whether the states of a module of `length` tokens can be read at a position."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from ragcache.db import ModuleRow
 from ragcache.db.observed import ObservedText, ObservedTexts
@@ -27,7 +27,7 @@ from ragcache.modes import PRIMED, ROOTED, Encoding, ReuseMode
 from ragcache.params.open import ObservedStorage
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.keeper import Keeper
-from ragcache.pipeline.module_states import ModuleEncoder
+from ragcache.pipeline.module_states import ModuleEncoder, portions
 from ragcache.recognition import (
     NO_DOCUMENT,
     Fingerprints,
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 SECONDS_TO_LIVE: dict[ObservedStorage, float] = {"memory": 3600.0, "disk": 86_400.0}
 """Seconds after its last use at which an observed module may end, by `observed_storage`."""
 
+MOST_PROMPTS = 64
+"""Most prompts of a namespace that wait to be compared. Of more, the oldest leave nothing."""
+
 MOST_WAITING = 64
 """Most texts of a namespace that wait to be encoded. Further texts wait for their next sight."""
 
@@ -56,6 +59,25 @@ _PAUSE_SECONDS = 0.05
 _MOST_SECONDS = 5.0
 """Longest wait of a text for a pause. Under constant load it is then encoded beside requests."""
 _POLL_SECONDS = 0.01
+_LAUNCH_SECONDS = 0.005
+"""Seconds after a prompt at which it is compared with others, so that its request goes first."""
+
+
+class _Prompt(NamedTuple):
+    """A prompt that is compared with earlier ones when its request is on the way."""
+
+    text: str
+    covered: Sequence[tuple[int, int]]
+    """Parts of the text that are modules."""
+    mode: ReuseMode
+
+
+class _WaitingText(NamedTuple):
+    """A recurring text that waits to be encoded."""
+
+    until: float
+    """Time at which it waits no longer."""
+    mode: ReuseMode
 
 
 @dataclass(slots=True)
@@ -110,7 +132,7 @@ class ObservedModules:
             model: The model.
             encoder: Encoder of the namespace's modules.
             gate: The gate. A mode that it refuses, or has not measured yet, reads nothing.
-            background: Runs the encoding of new modules, one after the other.
+            background: One thread, which compares prompts and encodes new modules.
             budget_bytes: Most bytes of states. 0 turns detection off.
             min_module_tokens: Fewest tokens of a module.
             module_tokens: Most tokens of a module.
@@ -124,7 +146,9 @@ class ObservedModules:
         self._rows, self._refreshed = rows, time.time()
         self._recurrences = RecurrenceTable()
         self._modules: OrderedDict[str, ObservedModule] = OrderedDict()  # least recently used first
-        self._waiting: dict[str, float] = {}  # with the time at which a text waits no longer
+        self._prompts: deque[_Prompt] = deque(maxlen=MOST_PROMPTS)
+        self._waiting: dict[str, _WaitingText] = {}
+        self._works = False  # whether the thread is about to look at both
         self._prompted = -_PAUSE_SECONDS  # time of the last prompt
         self._table = FingerprintTable(Fingerprints.of(()))
         self._lock = threading.Lock()
@@ -133,9 +157,9 @@ class ObservedModules:
     def find(
         self, text: str, covered: Sequence[RecognizedModule], mode: ReuseMode
     ) -> list[RecognizedModule]:
-        """Return the observed modules in a prompt, and look for texts that become modules.
+        """Return the observed modules in a prompt.
 
-        Encodes nothing: the states of new modules are encoded in the background.
+        Which of its texts become modules is found out in the background, where they are encoded.
 
         Args:
             text: The prompt.
@@ -153,9 +177,7 @@ class ObservedModules:
             for gap in gaps(len(text), [(each.begin, each.end) for each in covered]):
                 found += self._find_in(text, gap)
         found.sort(key=lambda each: each.begin)
-        with self._lock:
-            spans = self._recurrences.observe(text)
-        self._promote_later(text, spans, found, mode)
+        self._compare_later(_Prompt(text, [(each.begin, each.end) for each in found], mode))
         return found
 
     def mode_for(self, mode: ReuseMode) -> ReuseMode:
@@ -289,6 +311,7 @@ class ObservedModules:
                 keys = [key for each in chosen for key in self._modules.pop(each).keys]
                 if ids is None:
                     self._recurrences = RecurrenceTable()
+                    self._prompts.clear()
                 self._rebuild()
             self._unpin(keys)
             self._encoder.store.evict(keys)
@@ -320,60 +343,99 @@ class ObservedModules:
             for each in matches
         ]
 
-    def _promote_later(
-        self,
-        text: str,
-        spans: Sequence[Span],
-        found: Sequence[RecognizedModule],
-        mode: ReuseMode,
-    ) -> None:
-        """Queue recurring texts that are not modules yet."""
-        covered = [(each.begin, each.end) for each in found]
-        for span in spans:
-            for own in _uncovered(span, covered):
-                for begin, end in natural_spans(text, own):
-                    self._queue(text[begin:end], mode)
+    def _compare_later(self, prompt: _Prompt) -> None:
+        """Compare a prompt in the background. Does nothing after the folder was closed."""
+        with self._lock:
+            self._prompts.append(prompt)
+            idle, self._works = not self._works, True
+        if idle:
+            with suppress(RuntimeError):
+                self._background.submit(self._work)
+
+    def _work(self) -> None:
+        """Compare prompts and encode texts, as long as any wait. Runs in the background."""
+        time.sleep(_LAUNCH_SECONDS)
+        try:
+            while self._has_work():
+                self._compare()
+                self._promote()
+        except BaseException:
+            self._works = False
+            raise
+
+    def _has_work(self) -> bool:
+        with self._lock:
+            self._works = bool(self._prompts or self._waiting)
+            return self._works
+
+    def _compare(self) -> None:
+        """Queue the texts of new prompts that recur and are not modules yet."""
+        while self._prompts:
+            text, covered, mode = self._prompts.popleft()
+            for span in self._recurrences.observe(text):
+                for own in _uncovered(span, covered):
+                    for begin, end in natural_spans(text, own):
+                        self._queue(text[begin:end], mode)
 
     def _queue(self, text: str, mode: ReuseMode) -> None:
-        with self._lock:
-            if text in self._waiting or len(self._waiting) >= MOST_WAITING:
-                return
-            self._waiting[text] = time.monotonic() + _MOST_SECONDS
-        try:
-            self._background.submit(self._promote, text, mode)
-        except RuntimeError:  # the folder has been closed
-            self._waiting.pop(text, None)
+        if text not in self._waiting and len(self._waiting) < MOST_WAITING:
+            self._waiting[text] = _WaitingText(time.monotonic() + _MOST_SECONDS, mode)
 
-    def _promote(self, text: str, mode: ReuseMode) -> None:
-        """Make modules of a text, unless the gate refuses the mode. Runs in the background."""
+    def _promote(self) -> None:
+        """Make modules of the texts that wait, in a pause or when the first waits no longer."""
+        waiting = dict(self._waiting)
+        if not waiting:
+            return
+        until = min(each.until for each in waiting.values())
         try:
-            until = self._waiting[text]
             self._wait_for_pause(until)
-            if not self._gate.passes(mode):
-                self._gate.measure([mode])
-            if mode in OTHER_MODE and not self._gate.passes(mode):
-                self._gate.measure([OTHER_MODE[mode]])
-            mode = self.mode_for(mode)
-            if not self._gate.passes(mode):
-                return
-            for piece in pieces(text, self._module_tokens, lambda part: len(self._tokens(part))):
-                self._add(piece.strip(), mode, until)
+            modes = {each: self._measured_mode(each) for each in {w.mode for w in waiting.values()}}
+            made = dict[str, tuple[ObservedModule, Sequence[Encoding]]]()
+            for text, (_, asked) in waiting.items():
+                if mode := modes[asked]:
+                    new = self._modules_of(text, mode)
+                    made |= {each.id: (each, mode.encodings) for each in new}
+            for portion in portions([*made.values()]):
+                self._wait_for_pause(until)
+                self._encode(portion)
         except EngineClosed:
             pass
         except RagCacheError as error:
-            logger.warning("a recurring text was not encoded: %s", error)
+            logger.warning("recurring texts were not encoded: %s", error)
         finally:
-            with self._lock:
-                self._waiting.pop(text, None)
+            for text in waiting:
+                del self._waiting[text]
 
-    def _add(self, text: str, mode: ReuseMode, until: float) -> None:
-        """Encode a text in a pause or after a time, and recognize it from now on."""
-        made = self._module_of(text, mode)
-        if made is None or made.id in self._modules:
-            return
-        self._wait_for_pause(until)
-        with self._encoder.lease([made.token_ids] * len(made.keys), mode.encodings):
-            self._enter(made)
+    def _measured_mode(self, mode: ReuseMode) -> ReuseMode | None:
+        """Return the mode in which texts of prompts in a mode are read, if the gate passes it.
+
+        Measures what the gate has not measured yet.
+        """
+        if not self._gate.passes(mode):
+            self._gate.measure([mode])
+        if mode in OTHER_MODE and not self._gate.passes(mode):
+            self._gate.measure([OTHER_MODE[mode]])
+        mode = self.mode_for(mode)
+        return mode if self._gate.passes(mode) else None
+
+    def _modules_of(self, text: str, mode: ReuseMode) -> Iterator[ObservedModule]:
+        """Yield the parts of a text that are no modules yet, and long enough."""
+        for piece in pieces(text, self._module_tokens, lambda part: len(self._tokens(part))):
+            made = self._module_of(piece.strip(), mode)
+            if made is not None and made.id not in self._modules:
+                yield made
+
+    def _encode(self, made: Sequence[tuple[ObservedModule, Sequence[Encoding]]]) -> None:
+        """Encode modules together, each in its encodings, and recognize them from now on."""
+        wanted = [
+            (module.token_ids, encoding)
+            for encoding in get_args(Encoding)
+            for module, encodings in made
+            if encoding in encodings
+        ]
+        tokens, encodings = [each for each, _ in wanted], [each for _, each in wanted]
+        with self._encoder.lease(tokens, encodings):
+            self._enter([module for module, _ in made])
 
     def _module_of(self, text: str, mode: ReuseMode) -> ObservedModule | None:
         """Return a text as a module. A text that is too short or too long is none."""
@@ -385,31 +447,35 @@ class ObservedModules:
         keys = tuple(self._encoder.key(ids, each) for each in encodings)
         return ObservedModule(ModuleRow(NO_DOCUMENT, name, "", "", text), ids, keys, nbytes)
 
-    def _enter(self, module: ObservedModule) -> None:
-        """Recognize a module from now on, and end others for which there is no room."""
+    def _enter(self, modules: Sequence[ObservedModule]) -> None:
+        """Recognize modules from now on, and end others for which there is no room."""
         if not self._budget_bytes:  # the namespace was deleted meanwhile
-            self._encoder.store.evict(module.keys)
+            self._encoder.store.evict([key for each in modules for key in each.keys])
             return
         with self._lock:
-            self._modules[module.id] = module
+            self._modules |= {each.id: each for each in modules}
             ended = self._make_room()
             self._rebuild()
         self._encoder.store.evict([key for each in ended for key in each.keys])
         if self._rows is not None:
             with suppress(RuntimeError):  # the folder has been closed
-                self._background.submit(self._record, self._rows, module, ended)
+                self._background.submit(self._record, self._rows, modules, ended)
 
     def _record(
-        self, rows: ObservedTexts, module: ObservedModule, ended: Sequence[ObservedModule]
+        self,
+        rows: ObservedTexts,
+        modules: Sequence[ObservedModule],
+        ended: Sequence[ObservedModule],
     ) -> None:
-        """Store a module, and delete ended ones. Runs in the background."""
+        """Store modules, and delete ended ones. Runs in the background."""
         if not self._budget_bytes:  # the namespace was deleted meanwhile
             return
-        with _tolerated("a recurring text is not stored"):
-            until = max(time.time() + self._stored_seconds, module.kept_until)
-            rows.keep(ObservedText(module.id, module.row.text, module.keys, until))
+        with _tolerated("recurring texts are not stored"):
+            for each in modules:
+                until = max(time.time() + self._stored_seconds, each.kept_until)
+                rows.keep(ObservedText(each.id, each.row.text, each.keys, until))
             with self._lock:
-                gone = [each.id for each in (module, *ended) if each.id not in self._modules]
+                gone = [each.id for each in (*modules, *ended) if each.id not in self._modules]
             if gone:
                 self._encoder.store.discard(rows.delete(gone))
 
@@ -427,7 +493,7 @@ class ObservedModules:
                 self._modules.move_to_end(known.id)
             kept = each.kept_until > now
         if known is None:
-            self._enter(module)
+            self._enter([module])
         if kept:
             self._encoder.store.memory.pin(module.keys, pinned=True)
 
@@ -486,12 +552,13 @@ class ObservedModules:
         """Wait for a pause between requests, until a time at most.
 
         The engine is idle before the first request that finds a text, too: a prompt begins no
-        pause until its request has reached the engine.
+        pause until its request has reached the engine. Prompts are compared meanwhile.
         """
         while (now := time.monotonic()) < until:
             if self._is_idle() and now - self._prompted >= _PAUSE_SECONDS:
                 return
             time.sleep(_POLL_SECONDS)
+            self._compare()
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def answer_policies(
 def request_maker(
     params: GenerationParams,
     model: LoadedModel,
-    default_tokens: int,
+    most_tokens: int,
     tenant: Hashable,
     policies: Sequence[AnswerPolicy] = (),
 ) -> MakeRequest:
@@ -103,7 +103,7 @@ def request_maker(
     Args:
         params: How the answer is generated.
         model: The model that answers.
-        default_tokens: Most tokens of the answer, unless `params` says otherwise.
+        most_tokens: Most tokens of the answer. `params` may ask for fewer.
         tenant: Requests of equal tenants may share private states.
         policies: Features of the answer, which change the request. By default, the embedded reader
             always gives an answer.
@@ -113,7 +113,7 @@ def request_maker(
     """
     grammar = Grammar.of(params) if params.forms else None
     constraint = None if grammar is None else compile_constraint(grammar, model)
-    most = params.token_limit(default_tokens)
+    most = min(most_tokens, params.token_limit(most_tokens))
     check_options(most, params.min_tokens, params.n, params.timeout, stop=params.stop)
     stop, sampling = check_stop_strings(params.stop), sampling_params(params)
     unsaid = None if grammar is not None else model.no_answer_id
@@ -308,8 +308,7 @@ class Submitter:
         most = generation.token_limit(self.config.max_tokens)
         most = min(most, max(room, generation.min_tokens))
         tenant = self.namespace if prompt.cacheable else None
-        limited = generation.replace(max_tokens=most)
-        request = request_maker(limited, self.model, most, tenant, policies)
+        request = request_maker(generation, self.model, most, tenant, policies)
         checker.check_sizes(
             own=computed - prompt.recomputed,
             documents=prompt.read_tokens + prompt.recomputed,

@@ -220,7 +220,15 @@ def test_a_prompt_queues_a_bounded_number_of_texts(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queued: list[str] = []
-    monkeypatch.setattr(module.ObservedModules, "_promote", lambda _, text, __: queued.append(text))
+
+    def take(waiting: dict[str, Any]) -> list[str]:
+        taken = [*waiting]
+        waiting.clear()
+        return taken
+
+    monkeypatch.setattr(
+        module.ObservedModules, "_promote", lambda self: queued.extend(take(self._waiting))
+    )
     texts = [f"<source>{passage(seed, 5)}</source>" for seed in range(200)]
     observed = rag.modules.observed
     observed.find("\n".join(texts), [], ROOTED)

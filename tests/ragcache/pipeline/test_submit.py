@@ -72,7 +72,7 @@ def test_the_default_is_greedy_and_as_long_as_the_setting(model: LoadedModel) ->
     request = made(GenerationParams())
     assert (request.max_tokens, request.sampling, request.n) == (4, SamplingParams(), 1)
     assert request.stop_ids == model.stop_ids
-    assert made(GenerationParams(max_tokens=7)).max_tokens == 7
+    assert made(GenerationParams(max_tokens=3)).max_tokens == 3
     assert (request.tenant, made(GenerationParams(share=False), "x").tenant) == ("local", None)
 
 
