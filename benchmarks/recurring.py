@@ -80,6 +80,13 @@ def shape(
     result |= {"shape": shape, "device": device}
     names = ("read_share", "recurring_share", "ttft_speedup", "rate_ratio", "detect_ms_32k_100000")
     rows = [(name, f"{result[name]:.3f}") for name in names]
+    low, high = result["ttft_speedup_interval"]
+    rows.append(("ttft_speedup, 95 % interval", f"{low:.2f} to {high:.2f}"))
+    for side, stages in result["stages"].items():
+        parts = ", ".join(f"{name} {1000 * each:.2f}" for name, each in stages.items())
+        rows.append((f"{side}, ms", parts))
+    for side, rate in result["requests_per_second"].items():
+        rows.append((f"{side}, requests a second", f"{rate:.1f}"))
     for new, each in result["by_new_chunks"].items():
         rows.append((f"first token, {new} of 5 chunks new", f"{each['ttft_speedup']:.3f}"))
     print_figures(

@@ -28,9 +28,11 @@ def shaped_model(
         answers: Tokens that answers consist of. Defaults to tokens that are text on a device, and
             to all tokens on the CPU.
     """
-    from ragcache.models import LoadedModel, load_model, wrap_causal
+    from ragcache.models import LoadedModel, wrap_causal
+    from ragcache.models.loader import READER
+    from ragcache.models.reader import ReaderTokenizer
 
-    tokenizer = load_model().tokenizer
+    tokenizer = ReaderTokenizer(READER)
     if device is None:
         return LoadedModel("shape", shaped_causal(shape, dtype, answers), tokenizer)
     model = draw_model(shape, device)

@@ -44,7 +44,16 @@ _LONGEST_SEAM = 512
 _EDGES = (r"\n\s*\n", r"\n", r"(?<=[.!?])\s+|(?<=[。！？])", r"\s")
 _BEFORE, _AFTER = re.compile("[>\ue000-\uf8ff]"), re.compile("[<\ue000-\uf8ff]")
 _ENDS = re.compile(r"\n+|(?<=[.!?:\])])[ \t]+|(?<=[。！？])")
-_STOPS = np.frombuffer(".!?:])".encode("utf-32-le"), dtype="<u4")
+_LINE, _SPACE, _STOP, _OPEN, _CLOSE = 1, 2, 4, 8, 16
+_KINDS = np.zeros(256, dtype=np.uint8)  # of characters; all from 255 on are ordinary
+for _kind, _letters in (
+    (_LINE, b"\n"),
+    (_SPACE, b" "),
+    (_STOP, b".!?:])"),
+    (_OPEN, b"<"),
+    (_CLOSE, b">"),
+):
+    _KINDS[list(_letters)] = _kind
 _PRIVATE = 0xE000, 0xF8FF
 
 _Counts = npt.NDArray[np.int32]
@@ -191,14 +200,17 @@ def chosen_places(text: str, hashes: Hashes) -> Numbers:
         text: The text, of at least `MIN_CHARACTERS`.
         hashes: Hashes of all its runs of `GRAM` characters.
     """
-    least = _sliding(np.minimum, hashes)
-    chosen = _sliding(np.maximum, np.pad(least, GRAM - 1)) == hashes
+    edge = np.zeros(GRAM - 1, dtype=np.uint64)
+    least = np.concatenate([edge, _sliding(np.minimum, hashes), edge])
+    chosen = _sliding(np.maximum, least) == hashes
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    private = (codes >= _PRIVATE[0]) & (codes <= _PRIVATE[1])
-    ends = np.append(False, (codes[1:] == ord(" ")) & np.isin(codes[:-1], _STOPS)) | private
-    ends |= codes == ord("\n")
-    opens = np.flatnonzero(ends | (codes == ord("<")))
-    closes = np.flatnonzero(ends | (codes == ord(">"))) + 1
+    kinds = _KINDS[np.minimum(codes, 255)]
+    ends = kinds == _LINE
+    ends[1:] |= (kinds[1:] == _SPACE) & (kinds[:-1] == _STOP)
+    if not text.isascii():
+        ends |= (codes >= _PRIVATE[0]) & (codes <= _PRIVATE[1])
+    opens = np.flatnonzero(ends | (kinds == _OPEN))
+    closes = np.flatnonzero(ends | (kinds == _CLOSE)) + 1
     chosen[closes[closes < len(chosen)]] = True
     chosen[opens[opens >= GRAM] - GRAM] = True
     chosen[[0, -1]] = True

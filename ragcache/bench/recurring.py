@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
+from itertools import cycle
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -33,6 +34,7 @@ NEW_TOKENS = 8
 """Tokens of an answer."""
 
 _STEP = 200  # earlier turns between two reports of the progress
+_RESAMPLES = 2000  # of the turns, for the interval of their median
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class _Run:
     """Number of the other chunks."""
     reading: Answer
     computing: Answer
+    device: dict[str, float]
+    """Seconds of the model up to the first token, by side. Empty beside other turns."""
 
     @property
     def read_tokens(self) -> int:
@@ -95,8 +99,10 @@ def bench_recurring(
     Returns:
         `read_share`: share of the chunks' tokens that are read from states and not computed.
         `recurring_share`: share that two earlier prompts had, which is the most that can be read.
-        `ttft_speedup`: median ratio of the times to the first token. `by_new_chunks`: first tokens
-        by the number of chunks that fewer than two earlier prompts had. `rate_ratio`: ratio of the
+        `ttft_speedup`: median ratio of the times to the first token, and
+        `ttft_speedup_interval`: its 95 % bootstrap interval. `stages`: median seconds of the parts
+        of a first token. `by_new_chunks`: first tokens by
+        the number of chunks that fewer than two earlier prompts had. `rate_ratio`: ratio of the
         times of all turns. `equal_answers_share`: share of equal answers. `detect_ms_32k_100000`:
         milliseconds of detection in a prompt of 32,000 characters, with 100,000 chunks known.
     """
@@ -129,13 +135,18 @@ def bench_recurring(
 def _blocks(first: int, turns: int, concurrent: int) -> Iterator[tuple[int, int, bool]]:
     """Yield begin and end of each block of turns, and whether its turns are answered alone.
 
-    Turns from `first` on are measured.
+    Turns from `first` on are measured: twice an eighth alone, and three eighths by callers at once,
+    who wait for the work behind their answers only once.
     """
-    size = 1 if concurrent == 1 else -(-(turns - first) // 4)
-    for start in range(0, first, size):
-        yield start, min(start + size, first), concurrent == 1
-    for number, start in enumerate(range(first, turns, size)):
-        yield start, min(start + size, turns), concurrent == 1 or number % 2 == 0
+    size = 1 if concurrent == 1 else -(-(turns - first) // 8)
+    lengths = cycle([size] if concurrent == 1 else [size, 3 * size])
+    warming = 1 if concurrent == 1 else 2 * size
+    for start in range(0, first, warming):
+        yield start, min(start + warming, first), concurrent == 1
+    while first < turns:
+        length = next(lengths)
+        yield first, min(first + length, turns), length == size
+        first += length
 
 
 @contextmanager
@@ -168,6 +179,7 @@ def _answer(
 ) -> _Block:
     """Answer the turns of block `number` on both sides."""
     answers: dict[str, list[Answer]] = {name: [] for name in sides}
+    device: dict[str, list[float]] = {name: [] for name in sides}
     seconds: dict[str, float] = {}
     for name in sorted(sides, reverse=number % 2 == 0):
         begin = time.perf_counter()
@@ -176,14 +188,18 @@ def _answer(
             seconds[name] = time.perf_counter() - begin
             continue
         for turn in part:
-            answers[name].append(_ask(sides[name], setting, name, NEW_TOKENS, turn))
+            answer, computed = _ask_alone(sides[name], setting, name, turn)
+            answers[name].append(answer)
+            device[name].append(computed)
             _settle(sides[name])
         seconds[name] = sum(each.timings.total for each in answers[name])
     runs = []
-    for turn, *both in zip(part, answers[READING], answers[COMPUTING], strict=True):
+    for number, turn in enumerate(part):
+        both = answers[READING][number], answers[COMPUTING][number]
+        taken = {name: device[name][number] for name in device if alone}
         repeated = [text for text in turn.chunks if seen[text] > 1]
         tokens, new = sum(map(count, turn.chunks)), len(turn.chunks) - len(repeated)
-        runs.append(_Run(turn, tokens, sum(map(count, repeated)), new, *both))
+        runs.append(_Run(turn, tokens, sum(map(count, repeated)), new, *both, taken))
         seen.update(turn.chunks)
     return _Block(runs, alone, seconds)
 
@@ -206,13 +222,32 @@ def _ask(
     rag: RagCache, setting: RecurringSetting, side: str, new_tokens: int, turn: Turn
 ) -> Answer:
     """Answer a turn, as one of the callers."""
+    return rag.chat(turn.messages, **_options(setting, side, new_tokens))
+
+
+def _ask_alone(
+    rag: RagCache, setting: RecurringSetting, side: str, turn: Turn
+) -> tuple[Answer, float]:
+    """Answer a turn, and measure the seconds of the model up to the first token."""
+    stats = rag.internals.shared.engine.stats
+    before = stats.forward
+    stream = rag.stream_chat(turn.messages, **_options(setting, side, NEW_TOKENS))
+    pieces = iter(stream)
+    next(pieces, None)
+    device = stats.forward - before
+    for _ in pieces:
+        pass
+    return stream.result(), device
+
+
+def _options(setting: RecurringSetting, side: str, new_tokens: int) -> dict[str, Any]:
+    """Return the options of the chats of one side."""
     generation = GenerationParams(max_tokens=new_tokens, ignore_eos=True, extractive=False)
-    return rag.chat(
-        turn.messages,
-        generation=generation,
-        mode=setting.mode,
-        recognize_recurring=side == READING,
-    )
+    return {
+        "generation": generation,
+        "mode": setting.mode,
+        "recognize_recurring": side == READING,
+    }
 
 
 def _settle(rag: RagCache) -> None:
@@ -235,6 +270,8 @@ def _figures(blocks: Sequence[_Block]) -> dict[str, Any]:
         "read_share": sum(run.read_tokens for run in runs) / tokens,
         "recurring_share": sum(run.repeated_tokens for run in runs) / tokens,
         **_first_tokens(alone),
+        "ttft_speedup_interval": _interval([run.speedup for run in alone]),
+        "stages": {name: _stages(alone, name) for name in (READING, COMPUTING)},
         "by_new_chunks": {
             new: _first_tokens([run for run in alone if run.new_chunks == new])
             for new in sorted({run.new_chunks for run in alone})
@@ -262,6 +299,28 @@ def _first_tokens(runs: Sequence[_Run]) -> dict[str, Any]:
         },
         "first_tokens": len(runs),
     }
+
+
+def _stages(runs: Sequence[_Run], side: str) -> dict[str, float]:
+    """Return median seconds: to find the texts, to lay the prompt out and lease its states, in the
+    engine, and in it of the model."""
+    timings = [getattr(run, side).timings for run in runs]
+    engine = [each.first_token - each.retrieve - each.assemble for each in timings]
+    return {
+        "find": statistics.median(each.retrieve for each in timings),
+        "lease": statistics.median(each.assemble for each in timings),
+        "engine": statistics.median(engine),
+        "model": statistics.median(run.device[side] for run in runs),
+    }
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of a median."""
+    rng = random.Random(len(values))
+    medians = sorted(
+        statistics.median(rng.choices(values, k=len(values))) for _ in range(_RESAMPLES)
+    )
+    return medians[_RESAMPLES // 40], medians[-_RESAMPLES // 40 - 1]
 
 
 def _detection(setting: RecurringSetting) -> dict[str, float]:
