@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -144,6 +145,24 @@ def test_parts_of_a_prompt_have_the_tokens_of_the_whole(
         ids += prompts.encode(prompts.spell(part))
     expected = tokenizer.encode("".join(parts[:-1]), add_special_tokens=False)
     assert ids[: len(expected)] == expected
+
+
+def test_texts_between_control_tokens_have_their_own_tokens(prompts: PromptTokenizer) -> None:
+    texts = ["", "a", " b ", "\n\nc", "  d\n", "<think", "|word|", "/s>", "   "]
+    if not prompts.parts:
+        texts = []
+    for token in prompts.control:
+        for before, after in product(texts, repeat=2):
+            parts = [before, prompts.spell(token), after]
+            apart = [number for part in parts for number in prompts.encode(part)]
+            assert prompts.encode("".join(parts)) == apart
+
+
+def test_a_token_that_takes_spaces_does_not_separate_texts(added: Any) -> None:
+    assert PromptTokenizer(added).parts
+    made = deepcopy(added)
+    made.add_tokens([AddedToken("<|cut|>", rstrip=True, special=True)])
+    assert not PromptTokenizer(made).parts
 
 
 def test_every_copy_has_names_of_its_own() -> None:
