@@ -370,12 +370,16 @@ class ObservedModules:
 
     def _compare(self) -> None:
         """Queue the texts of new prompts that recur and are not modules yet."""
-        while self._prompts:
-            text, covered, mode = self._prompts.popleft()
+        while prompt := self._next_prompt():
+            text, covered, mode = prompt
             for span in self._recurrences.observe(text):
                 for own in _uncovered(span, covered):
                     for begin, end in natural_spans(text, own):
                         self._queue(text[begin:end], mode)
+
+    def _next_prompt(self) -> _Prompt | None:
+        with self._lock:
+            return self._prompts.popleft() if self._prompts else None
 
     def _queue(self, text: str, mode: ReuseMode) -> None:
         if text not in self._waiting and len(self._waiting) < MOST_WAITING:
