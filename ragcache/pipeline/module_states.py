@@ -302,9 +302,9 @@ class ModuleEncoder(StateEncoder):
         wanted = self._all_wanted(modules, encodings, starts)
         keys = [self.preamble_key, *(each.key for each in wanted)]
         if origin == "question":
-            self.store.look_up(keys)
             if known := self._lease_known(keys, wanted, patience):
                 return known
+            self.store.look_up(keys)
         with ExitStack() as undo:
             lease = self._lease_root(self.preamble_ids, origin, patience)
             undo.push(lease)

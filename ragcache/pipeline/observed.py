@@ -413,7 +413,7 @@ class ObservedModules:
     def _measured_mode(self, mode: ReuseMode) -> ReuseMode | None:
         """Return the mode in which texts of prompts in a mode are read, if the gate passes it.
 
-        Measures what the gate has not measured yet.
+        Measures a mode without figures first.
         """
         if not self._gate.passes(mode):
             self._gate.measure([mode])
