@@ -36,7 +36,7 @@ class PromptTokenizer:
     Attributes:
         control: The control tokens with their ids, the longest first.
         prefixes: Whether a text has other tokens at the beginning of a prompt than within.
-        parts: Whether the tokens of a text are those of the parts between its control tokens.
+        parts: Whether control tokens separate texts, each of which has its own tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:

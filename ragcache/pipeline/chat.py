@@ -6,8 +6,10 @@ So are all modules of documents that the caller gives.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
@@ -48,6 +50,9 @@ from ragcache.retrieval.follow_ups import search_query, without_notes
 
 Conversation = Sequence[Message] | str | Sequence[int]
 """Messages, or a plain text or token ids to continue, which take no chat template."""
+
+TURN_SECONDS = 0.05
+"""Longest wait of a thread for its turn to prepare prompts."""
 
 MIN_READ_TOKENS = 8
 """Fewest tokens of a module that are read. Fewer are computed."""
@@ -108,6 +113,27 @@ class RenderedChat:
     """End of the model's last message in the text."""
 
 
+class PreparationTurns:
+    """Turns of threads that prepare prompts, one at a time.
+
+    The engine's thread waits for the interpreter until a thread that runs gives it up, for 5 ms if
+    it computes. Threads that prepare prompts at once would let it wait for each of them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """Wait for a turn, but no longer than `TURN_SECONDS`: another thread may wait for I/O."""
+        taken = self._lock.acquire(timeout=TURN_SECONDS)
+        try:
+            yield
+        finally:
+            if taken:
+                self._lock.release()
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPipeline:
     """Builds the prompts of chats.
@@ -126,6 +152,8 @@ class ChatPipeline:
     observed: ObservedModules
     history: HistoryReads | None = None
     """Places at which chats have read observed modules. Without it every module is read."""
+    turns: PreparationTurns = field(default_factory=PreparationTurns)
+    """Turns of the threads that prepare prompts."""
 
     def prepare_prompts(
         self, conversations: Sequence[Conversation], options: ChatCall
@@ -137,7 +165,14 @@ class ChatPipeline:
             EmptyQuestion: Documents are searched for, and the user's last message is blank.
             UnknownCollection: There is no such collection.
         """
-        called, search = time.perf_counter(), options.search
+        called = time.perf_counter()
+        with self.turns.take() if options.search is None else nullcontext():
+            return self._prepare(conversations, options, called)
+
+    def _prepare(
+        self, conversations: Sequence[Conversation], options: ChatCall, called: float
+    ) -> list[TokenPrompt]:
+        search = options.search
         for text, seconds in options.keep.items():
             self.observed.keep(text, seconds, self._mode([], options), options.keeper)
         if search is None:

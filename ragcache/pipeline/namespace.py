@@ -35,7 +35,7 @@ from ragcache.modes import ReuseMode
 from ragcache.params import OpenConfig
 from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.ask import AskPipeline
-from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer
+from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer, PreparationTurns
 from ragcache.pipeline.chat_template import ChatTemplate
 from ragcache.pipeline.conversations import Conversations
 from ragcache.pipeline.gate import ModeGate
@@ -87,6 +87,7 @@ class SharedServices:
     reranker: Reranker | None = None
     closed: threading.Event = field(default_factory=threading.Event, init=False)
     turns: EncodingTurns = field(default_factory=EncodingTurns, init=False)
+    preparing: PreparationTurns = field(default_factory=PreparationTurns, init=False)
     observing: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "ragcache-observed"), init=False
     )
@@ -346,6 +347,7 @@ class Namespace:
                 retriever,
                 observed,
                 HistoryReads(conversations),
+                shared.preparing,
             ),
             Submitter(
                 model,

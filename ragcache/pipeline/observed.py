@@ -56,7 +56,7 @@ _REFRESHES = 100
 """Most refreshes of a stored text's end during its time to live."""
 _PAUSE_SECONDS = 0.05
 """Seconds after a prompt in which nothing is encoded: its request is on the way to the engine."""
-_MOST_SECONDS = 5.0
+_MOST_SECONDS = 1.0
 """Longest wait of a text for a pause. Under constant load it is then encoded beside requests."""
 _POLL_SECONDS = 0.01
 _LAUNCH_SECONDS = 0.005

@@ -6,7 +6,9 @@ The tokens of a prompt that is put together of modules and new text decode to th
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +28,12 @@ from ragcache.models.loader import prompt_frame
 from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode
 from ragcache.params import REFUSAL, SearchParams
 from ragcache.pipeline import ChatCall, ChatTemplate, DocumentSearch
+from ragcache.pipeline import chat as chat_module
 from ragcache.pipeline.chat import (
     MIN_READ_TOKENS,
     ChatPipeline,
     InContextTokenizer,
+    PreparationTurns,
     RenderedChat,
     _history_end,
     lay_out_chat,
@@ -577,3 +581,42 @@ def test_a_history_that_a_template_changes_has_no_end() -> None:
     ]
     assert _history_end(messages, "Who? Ada and Grace. Why?") == len("Who? Ada and Grace.")
     assert _history_end(messages, "Who? ADA AND GRACE. Why?") == 0
+
+
+def test_threads_prepare_prompts_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, order = PreparationTurns(), list[str]()
+    first_waits, first_may_end = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with turns.take():
+            first_waits.set()
+            assert first_may_end.wait(60)
+            order.append("first")
+
+    def second() -> None:
+        with turns.take():
+            order.append("second")
+
+    monkeypatch.setattr(chat_module, "TURN_SECONDS", 60)
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(first)
+        assert first_waits.wait(60)
+        waiting = pool.submit(second)
+        first_may_end.set()
+        held.result()
+        waiting.result()
+    assert order == ["first", "second"]
+
+
+def test_a_thread_that_waits_too_long_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_module, "TURN_SECONDS", 0.001)
+    turns = PreparationTurns()
+
+    def take() -> bool:
+        with turns.take():
+            return True
+
+    with ThreadPoolExecutor() as pool:
+        with turns.take():
+            assert pool.submit(take).result()
+        assert pool.submit(take).result()
