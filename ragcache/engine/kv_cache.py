@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile, zip_longest
 from typing import NamedTuple, Self, TypeAlias
 
 import torch
@@ -25,6 +25,12 @@ from ragcache.states import KVStates
 
 BLOCK_SIZE = 64
 """Tokens per block (ChunkAttention §4)."""
+
+FEWEST_ALIKE = 8
+"""Fewest first tokens of a block that are copied to one that begins alike."""
+
+MOST_ALIKE = 8
+"""Blocks that are compared with one that may begin alike."""
 
 
 class BlockPool:
@@ -298,13 +304,41 @@ class NodePath:
 
     def child_key(self, token_ids: Sequence[int], position_ids: Sequence[int]) -> NodeKey:
         """Key of a block that continues the path."""
-        parent = self.nodes[-1] if self.nodes else None
+        segments = self._segments_ahead()
+        attended = segments[: bisect_left(segments, (position_ids[-1],))]
+        return self.parent, tuple(token_ids), tuple(position_ids), attended
+
+    def count_alike(
+        self, node: RadixNode, token_ids: Sequence[int], position_ids: Sequence[int]
+    ) -> int:
+        """Return how many of the tokens that continue the path have the states of a block's first.
+
+        The block has the path's last block as its parent. Tokens behind a segment that the other
+        one does not attend to differ.
+        """
+        _, tokens, positions, attended = node.key
+        pairs = zip(token_ids, tokens, position_ids, positions, strict=False)
+        count = sum(
+            1 for _ in takewhile(lambda each: each[0] == each[1] and each[2] == each[3], pairs)
+        )
+        for one, other in zip_longest(self._segments_ahead(), attended):
+            if one != other:
+                first = min(start for start, _ in filter(None, (one, other)))
+                return bisect_right(position_ids, first, hi=count)
+        return count
+
+    @property
+    def parent(self) -> Hashable:
+        """Identity of what a block that continues the path follows."""
+        owner = self.root.owner if isinstance(self.root, PlacedRoot) else self.root
+        return self.nodes[-1] if self.nodes else owner
+
+    def _segments_ahead(self) -> tuple[tuple[int, str], ...]:
+        """The placed segments that the path's blocks do not attend to."""
         if not isinstance(self.root, PlacedRoot):
-            return parent or self.root, tuple(token_ids), tuple(position_ids), ()
+            return ()
         segments = self.root.segments
-        seen = 0 if parent is None else bisect_left(segments, (parent.key[2][-1],))
-        attended = segments[seen : bisect_left(segments, (position_ids[-1],))]
-        return parent or self.root.owner, tuple(token_ids), tuple(position_ids), attended
+        return segments[bisect_left(segments, (self.nodes[-1].key[2][-1],)) if self.nodes else 0 :]
 
 
 class RadixCache:
@@ -318,6 +352,7 @@ class RadixCache:
     def __init__(self, block_size: int, budget: int) -> None:
         self.block_size, self.budget = block_size, budget
         self._nodes: dict[NodeKey, RadixNode] = {}
+        self._beginnings: dict[tuple[Hashable, int], dict[RadixNode, None]] = {}
         self._retained = OrderedDict[RadixNode, None]()  # the least recently used first
 
     def __len__(self) -> int:
@@ -350,6 +385,25 @@ class RadixCache:
             path.nodes.append(node)
         return path
 
+    def find_alike(
+        self, path: NodePath, token_ids: Sequence[int], position_ids: Sequence[int]
+    ) -> tuple[RadixNode, int] | None:
+        """Return the block whose first tokens are the most of those that continue a path.
+
+        Looks at the last `MOST_ALIKE` blocks behind the path that begin with the first token.
+        Returns the block and the number of tokens, at least `FEWEST_ALIKE`.
+        """
+        if path.root is None or len(token_ids) < FEWEST_ALIKE:
+            return None
+        tokens, positions = token_ids[: self.block_size], position_ids[: self.block_size]
+        behind = self._beginnings.get((path.parent, tokens[0]), {})
+        counts = {
+            node: path.count_alike(node, tokens, positions)
+            for node in islice(reversed(behind), MOST_ALIKE)
+        }
+        best = max(counts, key=counts.__getitem__, default=None)
+        return None if best is None or counts[best] < FEWEST_ALIKE else (best, counts[best])
+
     def append_block(
         self, path: NodePath, token_ids: Sequence[int], position_ids: Sequence[int], block_id: int
     ) -> bool:
@@ -368,6 +422,7 @@ class RadixCache:
         node = RadixNode(key, block_id)
         if path.root is not None:
             self._nodes[key] = node
+            self._beginnings.setdefault((key[0], key[1][0]), {})[node] = None
         path.nodes.append(node)
         return True
 
@@ -397,8 +452,7 @@ class RadixCache:
         Requests that hold the blocks keep them. Afterwards they are retained and evicted as usual.
         """
         for node in path.nodes:
-            if self._nodes.get(node.key) is node:
-                del self._nodes[node.key]
+            self._remove(node)
 
     def evict_blocks(self, count: int) -> list[int]:
         """Evict up to `count` retained blocks, least recently used first. Returns ids to free."""
@@ -414,9 +468,18 @@ class RadixCache:
 
     def _evict(self, node: RadixNode) -> int:
         del self._retained[node]
-        if self._nodes.get(node.key) is node:  # it was not disowned
-            del self._nodes[node.key]
+        self._remove(node)
         return node.block_id
+
+    def _remove(self, node: RadixNode) -> None:
+        """Find a node no more, unless it was disowned already."""
+        if self._nodes.get(node.key) is not node:
+            return
+        del self._nodes[node.key]
+        behind = node.key[0], node.key[1][0]
+        del self._beginnings[behind][node]
+        if not self._beginnings[behind]:
+            del self._beginnings[behind]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -51,7 +51,17 @@ class KVCacheManager:
         # the last token is computed in any case: the answer continues from its logits
         tokens, positions = sequence.tokens[:-1], sequence.positions[:-1]
         path = self.radix_cache.match_prefix(sequence.group.root, tokens, positions)
-        return self._begin(sequence, path, BlockTable(self.pool))
+        found = len(path.nodes) * self.pool.block_size
+        alike = self.radix_cache.find_alike(path, tokens[found:], positions[found:])
+        missing = -(-len(sequence.tokens) // self.pool.block_size) - len(path.nodes)
+        keeps_all = missing <= self.pool.free_count  # no block is evicted to make room
+        private = BlockTable(self.pool)
+        self._begin(sequence, path, private)
+        if alike is not None and keeps_all:
+            node, count = alike
+            self.pool.copy_block(node.block_id, private.block_ids[len(path.nodes)])
+            private.advance(positions[found : found + count])
+        return private.length
 
     def _begin(self, sequence: Sequence, path: NodePath, private: BlockTable) -> int:
         """Start a sequence from an acquired path. See `admit_sequence`."""

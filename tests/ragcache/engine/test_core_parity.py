@@ -207,10 +207,31 @@ def test_blocks_behind_other_segments_are_not_found(
     assert sharing_core.run(Request(context, 2, tenant="a"))[0].shared_tokens == 20
 
 
-def test_blocks_before_segments_are_found_whatever_follows_them(
-    sharing_core: SteppedCore, causal: CausalLM
+def test_a_block_that_begins_alike_is_copied(
+    causal: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chat whose documents move shares its instruction and history, as far as blocks are full."""
+    monkeypatch.setattr("ragcache.engine.kv_cache.FEWEST_ALIKE", 1)
+    core = core_of(causal)
+    core.run(Request(plain_context([*PROMPT, *PROMPT]), 2, tenant="a"))
+    for length in (1, 3, 15, 18, 21):
+        request = Request(plain_context([*PROMPT[:length], 1, 2, 3]), 9, tenant="a")
+        [output] = core.run(request)
+        assert output.shared_tokens == length
+        [alone] = core_of(causal).run(request)
+        assert output.token_ids == alone.token_ids
+    assert_all_blocks_free(core)
+
+
+@pytest.mark.parametrize(("fewest", "shared"), [(8, [0, 12, 8, 16]), (1, [0, 14, 10, 16])])
+def test_blocks_before_segments_are_found_whatever_follows_them(
+    sharing_core: SteppedCore,
+    causal: CausalLM,
+    monkeypatch: pytest.MonkeyPatch,
+    fewest: int,
+    shared: list[int],
+) -> None:
+    """A chat whose documents move shares its instruction and history."""
+    monkeypatch.setattr("ragcache.engine.kv_cache.FEWEST_ALIKE", fewest)
     here, there = encode(causal, [EncodeJob([*random_tokens(8), last]) for last in (1, 2)])
 
     def request(*segments: Segment, own: int) -> Request:
@@ -232,7 +253,7 @@ def test_blocks_before_segments_are_found_whatever_follows_them(
         [alone] = core_of(causal).run(each)
         assert output.token_ids == alone.token_ids
         found.append(output.shared_tokens)
-    assert found == [0, 12, 8, 16], "the last one shares a block between its documents, too"
+    assert found == shared, "the last one shares a block between its documents, too"
 
 
 @pytest.mark.parametrize("tenant", [None, "a"])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from ragcache.attention import PagedWrite
+from ragcache.engine import kv_cache as module
 from ragcache.engine.kv_cache import (
     BLOCK_SIZE,
     BlockPool,
@@ -19,6 +20,7 @@ from ragcache.engine.kv_cache import (
     ContiguousKV,
     EphemeralRoot,
     NodePath,
+    PlacedRoot,
     RadixCache,
     RequestKV,
 )
@@ -207,6 +209,54 @@ def test_root_none_shares_nothing_and_frees_its_blocks(tree: RadixCache) -> None
     assert tree.release_path(second) == [20, 21]
     assert tree.retained == 0
     assert found(tree, None, [1, 2]) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "positions", "segments", "count"),
+    [
+        ([1, 2, 3, 9], [0, 1, 2, 3], [], 3),
+        ([1, 2, 3, 4], [0, 1, 2, 4], [], 3),
+        ([9, 2, 3, 4], [0, 1, 2, 3], [], 0),
+        ([1, 2, 3, 9], [0, 1, 2, 3], [(2, "a")], 3),
+        ([1, 2, 3, 9], [0, 1, 2, 3], [(1, "a")], 2),
+        ([1, 2, 9, 9], [0, 1, 2, 3], [(3, "a")], 2),
+        ([1], [0], [], 1),
+    ],
+)
+def test_a_block_is_found_by_the_tokens_that_it_begins_with(
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: list[int],
+    positions: list[int],
+    segments: list[tuple[int, str]],
+    count: int,
+) -> None:
+    monkeypatch.setattr(module, "FEWEST_ALIKE", 1)
+    tree = RadixCache(4, budget=9)
+    first = tree.match_prefix(PlacedRoot("a"), [], [])
+    assert tree.append_block(first, [1, 2, 3, 4], range(4), 0)
+    path = tree.match_prefix(PlacedRoot("a", tuple(segments)), [], [])
+    alike = tree.find_alike(path, tokens, positions)
+    assert alike == ((first.nodes[0], count) if count else None)
+    other = tree.match_prefix(PlacedRoot("b", tuple(segments)), [], [])
+    assert tree.find_alike(other, tokens, positions) is None, "of another owner"
+    tree.release_path(first)
+    tree.evict_blocks(1)
+    assert tree.find_alike(path, tokens, positions) is None
+
+
+def test_of_blocks_that_begin_alike_the_longest_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FEWEST_ALIKE", 2)
+    tree = RadixCache(4, budget=9)
+    for number, block in enumerate(([1, 2, 5, 6], [1, 2, 3, 6], [1, 5, 6, 7])):
+        assert tree.append_block(tree.match_prefix("a", [], []), block, range(4), number)
+    path = tree.match_prefix("a", [], [])
+    for tokens, expected in (([1, 2, 3, 4], (1, 3)), ([1, 2, 5, 5], (0, 3)), ([1, 7], None)):
+        alike = tree.find_alike(path, tokens, range(len(tokens)))
+        assert (alike and (alike[0].block_id, alike[1])) == expected
+    tree.disown_path(tree.match_prefix("a", [1, 2, 3, 6], range(4)))
+    alike = tree.find_alike(path, [1, 2, 3, 4], range(4))
+    assert alike is not None
+    assert alike[1] == 2, "its states are not finite"
 
 
 @dataclass
