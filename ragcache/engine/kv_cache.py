@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile, zip_longest
+from itertools import islice, zip_longest
 from typing import NamedTuple, Self, TypeAlias
 
 import torch
@@ -317,10 +317,7 @@ class NodePath:
         one does not attend to differ.
         """
         _, tokens, positions, attended = node.key
-        pairs = zip(token_ids, tokens, position_ids, positions, strict=False)
-        count = sum(
-            1 for _ in takewhile(lambda each: each[0] == each[1] and each[2] == each[3], pairs)
-        )
+        count = min(_common(tuple(token_ids), tokens), _common(tuple(position_ids), positions))
         for one, other in zip_longest(self._segments_ahead(), attended):
             if one != other:
                 first = min(start for start, _ in filter(None, (one, other)))
@@ -339,6 +336,12 @@ class NodePath:
             return ()
         segments = self.root.segments
         return segments[bisect_left(segments, (self.nodes[-1].key[2][-1],)) if self.nodes else 0 :]
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return the length of the common prefix of two tuples, by bisection over slices."""
+    most = min(len(one), len(other))
+    return bisect_left(range(1, most + 1), True, key=lambda n: one[:n] != other[:n])
 
 
 class RadixCache:
