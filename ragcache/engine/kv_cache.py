@@ -311,10 +311,9 @@ class NodePath:
     def count_alike(
         self, node: RadixNode, token_ids: Sequence[int], position_ids: Sequence[int]
     ) -> int:
-        """Return how many of the tokens that continue the path have the states of a block's first.
+        """Return the number of tokens behind the path that a block behind it begins with.
 
-        The block has the path's last block as its parent. Tokens behind a segment that the other
-        one does not attend to differ.
+        Tokens count up to the first segment that only one of both prompts has there.
         """
         _, tokens, positions, attended = node.key
         count = min(_common(tuple(token_ids), tokens), _common(tuple(position_ids), positions))
@@ -326,7 +325,7 @@ class NodePath:
 
     @property
     def parent(self) -> Hashable:
-        """Identity of what a block that continues the path follows."""
+        """Identity of the parent of blocks behind the path."""
         owner = self.root.owner if isinstance(self.root, PlacedRoot) else self.root
         return self.nodes[-1] if self.nodes else owner
 
@@ -391,10 +390,12 @@ class RadixCache:
     def find_alike(
         self, path: NodePath, token_ids: Sequence[int], position_ids: Sequence[int]
     ) -> tuple[RadixNode, int] | None:
-        """Return the block whose first tokens are the most of those that continue a path.
+        """Return the block behind a path with the longest common beginning with some tokens.
 
-        Looks at the last `MOST_ALIKE` blocks behind the path that begin with the first token.
-        Returns the block and the number of tokens, at least `FEWEST_ALIKE`.
+        Looks at the last `MOST_ALIKE` blocks that begin with the first token.
+
+        Returns:
+            The block, and the number of equal tokens, at least `FEWEST_ALIKE`.
         """
         if path.root is None or len(token_ids) < FEWEST_ALIKE:
             return None
