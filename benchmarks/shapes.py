@@ -29,10 +29,10 @@ def shaped_model(
             to all tokens on the CPU.
     """
     from ragcache.models import LoadedModel, wrap_causal
-    from ragcache.models.loader import READER
-    from ragcache.models.reader import ReaderTokenizer
+    from ragcache.models.plain_tokenizer import PlainTokenizer
+    from ragcache.models.reader import READER
 
-    tokenizer = ReaderTokenizer(READER)
+    tokenizer = PlainTokenizer(READER)
     if device is None:
         return LoadedModel("shape", shaped_causal(shape, dtype, answers), tokenizer)
     model = draw_model(shape, device)

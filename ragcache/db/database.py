@@ -66,7 +66,7 @@ class Database:
         self._reading_once = engine.execution_options(**_ONE_READ)
         self._reads = sessionmaker(self._reading, expire_on_commit=False)
         self._watch = _Watch(None if shared else engine.url.database)
-        self._compiled: dict[Select[Any], tuple[str, Sequence[str]]] = {}  # with their parameters
+        self._compiled: dict[Any, tuple[str, Sequence[str]]] = {}  # with their parameters
 
     @classmethod
     def open(cls, where: Path | str, *, busy_seconds: float = BUSY_SECONDS) -> Database:
@@ -143,7 +143,7 @@ class Database:
         with _named_errors(self.name), self._reading_once.connect() as connection:
             return connection.execute(statement, parameters).all()
 
-    def fetch_values(self, statement: Select[Any], **parameters: object) -> Sequence[Any]:
+    def fetch_values(self, statement: Select[*Ts], **parameters: object) -> Sequence[Any]:
         """Return the rows of one statement whose columns are numbers and texts.
 
         Takes a tenth of the time of `fetch` where the ledger is a file. Raises as `transaction`.
