@@ -15,9 +15,12 @@ import random
 import statistics
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -299,32 +302,75 @@ def _seconds(call: Callable[..., object], *args: Any) -> float:
     return time.perf_counter() - begin
 
 
-def profile(name: str, load: Workload, device: str, pool_bytes: int) -> str:
-    """Return the kernels of a few steps and of a first token, as PyTorch's profiler lists them."""
+def profile(name: str, load: Workload, device: str, pool_bytes: int) -> dict[str, Any]:
+    """Return the kernels of a first token, of a step and of an encoding (`kernel_times`)."""
     session = HybridSession(name, load, device)
     with session.start(pool_bytes, warm_up=False) as engine:
         [root] = engine.encode([EncodeJob(session.draw(load.preamble_tokens))])
         before, modules = Segment(root, 0, "root"), list[KVStates]()
-        for _ in range(load.modules):
+
+        def encode() -> None:
             job = EncodeJob(session.draw(load.module_tokens), root.length, before)
-            modules += engine.encode([job])
+            modules.extend(engine.encode([job]))
 
         def ask(new: int, count: int) -> None:
             asked = [session.request(root, modules, "order", new) for _ in range(count)]
             for handle in [engine.submit_request(each) for each in asked]:
                 handle.result()
 
-        tables = []
-        for new, count in ((1, 1), (40, load.requests)):
-            for _ in range(3):
+        for _ in range(load.modules):
+            encode()
+        for new, count in ((1, 1), (12, load.requests)):
+            for _ in range(5):
                 ask(new, count)
-            kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=kinds) as profiler:
-                ask(new, count)
-            for key in ("cuda_time_total", "cpu_time_total"):
-                averages = profiler.key_averages()
-                tables.append(averages.table(sort_by=key, row_limit=25, max_name_column_width=60))
-    return "\n".join(tables)
+        found = {"encoding": kernel_times(_recorded(encode))}
+        found["first token"] = kernel_times(_recorded(lambda: ask(1, 1)))
+        events = _recorded(lambda: ask(24, load.requests))
+        layers = len(list(recurrent_mixers(session.causal.model)))
+        cuts = [at for at, (_, _, kernel) in enumerate(events) if kernel == "recur_kernel"]
+        steps = cuts[-8 * layers :: layers]  # the last ones, without prompts
+        found["step"] = kernel_times(events[steps[0] : steps[-1]], len(steps) - 1)
+    return found
+
+
+Kernels = list[tuple[float, float, str]]
+"""Begin and end of kernels in microseconds, and their names, in order."""
+
+
+def _recorded(call: Callable[[], object]) -> Kernels:
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        call()
+    events = [each for each in profiler.events() or () if each.device_type.name == "CUDA"]
+    return sorted((each.time_range.start, each.time_range.end, each.name) for each in events)
+
+
+def kernel_times(events: Kernels, steps: int = 1, largest: float = 8.0) -> dict[str, Any]:
+    """Return microseconds a step: of all kernels, of the pauses between them, and of each kernel.
+
+    Args:
+        events: Kernels of some steps.
+        steps: Number of steps.
+        largest: Longest pause that counts as between kernels. In others the device is idle.
+    """
+    if not events:
+        return {}
+    ends = list(accumulate((end for _, end, _ in events), max))
+    pauses = [begin - end for (begin, _, _), end in zip(events[1:], ends, strict=False)]
+    by_name = defaultdict[str, list[float]](list)
+    for begin, end, kernel in events:
+        by_name[kernel].append(end - begin)
+    rows = [(kernel[:90], sum(each), len(each)) for kernel, each in by_name.items()]
+    return {
+        "span": (ends[-1] - events[0][0]) / steps,
+        "kernels": len(events) / steps,
+        "between": sum(each for each in pauses if 0 < each <= largest) / steps,
+        "idle": sum(each for each in pauses if each > largest) / steps,
+        "by kernel": [
+            {"name": kernel, "us": total / steps, "count": count / steps}
+            for kernel, total, count in sorted(rows, key=itemgetter(1), reverse=True)[:30]
+        ],
+    }
 
 
 def main() -> None:
@@ -335,7 +381,7 @@ def main() -> None:
     parser.add_argument("--module-tokens", type=int, default=1024)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--profile", type=Path, help="write the kernels of the first shape instead")
+    parser.add_argument("--profile", type=Path, help="write kernels of the first shape instead")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     load = Workload(
@@ -343,7 +389,8 @@ def main() -> None:
     )
     pool = int(arguments.pool_gb * 2**30)
     if arguments.profile is not None:
-        arguments.profile.write_text(profile(arguments.shapes[0], load, arguments.device, pool))
+        found = profile(arguments.shapes[0], load, arguments.device, pool)
+        arguments.profile.write_text(json.dumps(found, indent=1) + "\n")
         return
     document: dict[str, Any] = {"machine": describe_machine(), "shapes": {}}
     begin = time.perf_counter()

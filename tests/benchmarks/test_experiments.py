@@ -11,6 +11,7 @@ from typing import Any
 
 import eviction
 import hybrid
+import hybrid_gpu
 import numpy as np
 import plots
 import pml
@@ -435,3 +436,9 @@ def test_what_modes_take_is_measured_side_by_side() -> None:
     assert [row["computed"] for row in rows] == [4, 12, 72, 4, 28, 136]
     assert all(row["first_token_ms"] > 0 for row in rows)
     assert [row["segments"] for row in rows] == [3, 3, 0, 5, 5, 0]
+
+
+def test_pauses_between_kernels_are_told_from_idle_time() -> None:
+    found = hybrid_gpu.kernel_times([(0, 2, "a"), (2.5, 4, "b"), (20, 21, "a")], steps=2)
+    assert (found["span"], found["between"], found["idle"]) == (10.5, 0.25, 8.0)
+    assert found["by kernel"][0] == {"name": "a", "us": 1.5, "count": 1.0}
