@@ -56,6 +56,17 @@ def chromium() -> Iterator[webdriver.Chrome]:
     window.quit()
 
 
+# One script rather than several of the driver's for each element.
+_FIND = """
+const [selector, text] = arguments;
+const isVisible = (node) =>
+  node.checkVisibility({ opacityProperty: true, visibilityProperty: true }) &&
+  node.getClientRects().length;
+return [...document.querySelectorAll(selector)].find((each) =>
+  isVisible(each.closest('select') ?? each) && (each.innerText ?? each.textContent).includes(text));
+"""
+
+
 class Page:
     """The page as a person sees and uses it. Finding waits until there is something to find.
 
@@ -85,12 +96,7 @@ class Page:
 
     def find(self, selector: str, text: str = "") -> WebElement:
         """The first visible element of a selector that holds a text."""
-
-        def found() -> WebElement | None:
-            fit = (each for each in self.all(selector) if each.is_displayed() and text in each.text)
-            return next(fit, None)
-
-        element: WebElement = self.until(found)
+        element: WebElement = self.until(lambda: self.window.execute_script(_FIND, selector, text))
         return element
 
     def click(self, selector: str, text: str = "") -> None:

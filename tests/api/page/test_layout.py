@@ -37,6 +37,18 @@ quay 3
 """
 
 
+# A color does not depend on the width, nor does what overflows on the scheme.
+LOOKS = [(1440, "dark"), (NARROW, "light")]
+every_look = pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        pytest.param(width, scheme, marks=() if (width, scheme) in LOOKS else pytest.mark.nightly)
+        for width in (1440, 768, NARROW)
+        for scheme in ("light", "dark")
+    ],
+)
+
+
 @pytest.fixture
 def address(served: Started) -> str:
     return served.url
@@ -61,8 +73,7 @@ def fits(page: Page, view: str, width: int) -> None:
     assert width > NARROW or layout_checks.cut_texts(page) == [], view
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 768, NARROW])
+@every_look
 def test_every_view_fits_and_can_be_read(page: Page, stored: None, width: int, scheme: str) -> None:
     page.resize(width)
     page.prefer(scheme)
@@ -80,8 +91,7 @@ def test_every_view_fits_and_can_be_read(page: Page, stored: None, width: int, s
     assert page.faults() == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 768, NARROW])
+@every_look
 def test_asking_fits_and_can_be_read(page: Page, stored: None, width: int, scheme: str) -> None:
     page.resize(width)
     page.prefer(scheme)
@@ -108,8 +118,7 @@ def test_asking_fits_and_can_be_read(page: Page, stored: None, width: int, schem
     assert page.faults() == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 768, NARROW])
+@every_look
 def test_dialogs_and_refusals_fit_and_can_be_read(
     page: Page, stored: None, width: int, scheme: str
 ) -> None:
