@@ -45,6 +45,7 @@ def test_a_key_without_recurring_texts_reads_none(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_open_webui_reads_what_it_has_pasted_twice(tmp_path: Path, reader: LoadedModel) -> None:
     """Without a setting: the mode is measured, and not forced."""
     seen: Counter[str] = Counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import sqlite3
@@ -31,6 +30,7 @@ from ragcache.errors import (
     StoreUnwritable,
 )
 from ragcache.states import FORMAT_VERSION
+from tests.forks import FORKS
 from tests.ragcache.conftest import postgres_schema
 
 
@@ -96,8 +96,7 @@ def test_a_migration_that_fails_leaves_the_folder_as_it_was(
 
 @pytest.mark.slow
 def test_processes_that_open_an_empty_folder_migrate_it_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(3) as pool:
+    with FORKS.Pool(3) as pool:
         assert pool.map(_namespaces, [tmp_path / "ledger.sqlite3"] * 3) == [["default"]] * 3
 
 

@@ -333,7 +333,7 @@ def test_a_job_that_no_memory_holds_fails_its_call_alone(
 
 PASS = 64  # rows
 BLOCK = 2**15  # scores, and elements of partial results, at a time
-
+LATER = (pytest.mark.slow, pytest.mark.nightly)
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", {}),
@@ -353,11 +353,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 )
 @pytest.mark.parametrize(
     "backend",
-    [CpuAttentionBackend(), pytest.param(ReferenceAttentionBackend(), marks=pytest.mark.slow)],
+    [CpuAttentionBackend(), pytest.param(ReferenceAttentionBackend(), marks=LATER)],
 )
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=LATER)])
 def test_memory_of_an_encoding_is_bounded(
     shape: str, backend: AttentionBackend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -302,7 +302,7 @@ def play(pair: Pair, seed: int, steps: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(scaled(4)))
 def test_mixed_batches_answer_as_hugging_face(pair: Pair, seed: int) -> None:
-    play(pair, seed, 120)
+    play(pair, seed, scaled(120, quick=0.5))
 
 
 def test_a_short_mixed_batch_answers_as_hugging_face() -> None:
