@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from typing import Annotated, Any
 
@@ -34,10 +35,15 @@ from papers import encode_one
 from torch import Tensor
 
 from ragcache.machine import keep_freed_memory, process_memory
-from ragcache.models import CausalLM, wrap_causal
-from ragcache.models.dtype import choose_dtypes, convert
-from ragcache.models.quantized import quantize_model, use_packed_products
-from ragcache.models.quantized_trial import choose_quantization
+from ragcache.models import CausalLM
+from ragcache.models.dtype import AUTO, choose_dtypes, convert, measure_anew
+from ragcache.models.plain import HEAD, PlainConfig, PlainForCausalLM, PlainLM
+from ragcache.models.quantized import (
+    auto_quantization,
+    check_gain,
+    quantize_model,
+    use_packed_products,
+)
 
 SHAPES: Mapping[str, LlamaShape] = {
     "0.5b": LlamaShape(24, 896, 14, 2, 4864, 151_936, 32_768, 1e6),
@@ -68,49 +74,45 @@ class LaptopSetting:
 @torch.no_grad()
 def build_shape(shape: LlamaShape, quantization: str | None) -> CausalLM:
     """A model of the shape with random packed weights, as `load_model` opens one."""
-    from transformers import LlamaForCausalLM
-
     keep_freed_memory()
-    config, single = shape.config(torch.bfloat16), shape.config(torch.bfloat16)
-    single.num_hidden_layers = 1
-    with torch.device("meta"):
-        whole = LlamaForCausalLM(config).to(torch.bfloat16)
-        model = LlamaForCausalLM(single).to(torch.bfloat16).eval()
+    entries = shape.config(torch.bfloat16).to_dict()
+    whole = PlainForCausalLM(PlainConfig(**entries)).to(torch.bfloat16)  # without weights
+    model = PlainForCausalLM(PlainConfig(**{**entries, "num_hidden_layers": 1}))
     choice = choose_dtypes(whole, torch.device("cpu"), "auto", quantized=quantization is not None)
-    chosen = choose_quantization(LlamaForCausalLM, config, quantization, choice.compute)
-    rotary = type(model.model.rotary_emb)(config=config)
-    model.to_empty(device="cpu")
-    model.model.rotary_emb = rotary
-    model.tie_weights()
+    if quantization == AUTO:
+        check = partial(check_gain, whole)
+        quantization = auto_quantization(whole, choice.compute, measure_anew, check)
     drawn = torch.randn(DRAWN, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
-    for parameter in model.parameters():
-        _fill(parameter, drawn)
-    if chosen is not None:
-        quantize_model(model, chosen)
+    weights = {name: _drawn(each.shape, drawn) for name, each in model.state_dict().items()}
+    if shape.tied:
+        del weights[HEAD]
+    model.load_weights(weights)
+    if quantization is not None:
+        quantize_model(model, quantization)
         use_packed_products(model, choice.compute)
     model = convert(model, choice.compute)
     _repeat_layer(model, shape.num_layers)
-    causal = wrap_causal(model)
+    causal = PlainLM(model)
     causal.states_dtype = choice.states
     return causal
 
 
-def _repeat_layer(model: Any, layers: int) -> None:
+def _repeat_layer(model: PlainForCausalLM, layers: int) -> None:
     """Give a model of one layer copies of it, with memory of their own."""
     for number in range(1, layers):
-        layer = deepcopy(model.model.layers[0], {id(model.config): model.config})
-        layer.self_attn.layer_idx = number
+        layer: Any = deepcopy(model.model.layers[0])
+        layer.self_attn.layer = number
         model.model.layers.append(layer)
     model.config.num_hidden_layers = layers
 
 
-def _fill(parameter: Tensor, drawn: Tensor) -> None:
-    """Write drawn numbers into a weight, and ones into the weights of a norm."""
-    if parameter.dim() == 1:
-        parameter.fill_(1)
-        return
-    for piece in torch.split(parameter.view(-1), len(drawn)):
-        piece.copy_(drawn[: len(piece)])
+def _drawn(shape: Sequence[int], drawn: Tensor) -> Tensor:
+    """A weight of drawn numbers, or of ones for a norm and a bias."""
+    weight = torch.ones(*shape, dtype=drawn.dtype)
+    if weight.dim() > 1:
+        for piece in torch.split(weight.view(-1), len(drawn)):
+            piece.copy_(drawn[: len(piece)])
+    return weight
 
 
 def bench_laptop(
