@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,6 +35,7 @@ from ragcache.models.model import content_digests, distinct_weights
 from ragcache.models.packed import required_kernels
 from ragcache.models.plain import HEAD, PlainConfig, PlainForCausalLM, PlainLM, unknown_entry
 from ragcache.models.plain_tokenizer import (
+    RENAMED,
     SETTINGS,
     TEMPLATE,
     TOKENIZER,
@@ -41,11 +43,17 @@ from ragcache.models.plain_tokenizer import (
     renders,
 )
 from ragcache.models.quantized import auto_quantization, check_gain, load_quantized
-from ragcache.models.tokenizer import TOKENIZING, tokenizer_fingerprint
+from ragcache.models.tokenizer import (
+    TOKENIZING,
+    control_names,
+    control_tokens,
+    renamed_spec,
+    tokenizer_fingerprint,
+)
 
 logger = logging.getLogger(__name__)
 
-KEEPING = 1
+KEEPING = 2
 """Version of kept files. Raise it if other files are kept, or other checkpoints are plain."""
 _MODEL, _DIGESTS = "model.json", "digests.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -292,15 +300,19 @@ def _read_entries(kept: Path) -> dict[str, Any] | None:
 
 def _write(kept: Path, tokenizer: Any, entries: Mapping[str, Any]) -> None:
     """Write the files under another name first. Raises `OSError`."""
+    backend, secret = tokenizer.backend_tokenizer, secrets.token_hex(8)
+    renamed = renamed_spec(backend, control_names(control_tokens(tokenizer), secret))
     settings = {
         **tokenizer.special_tokens_map,
         "all_special_tokens": tokenizer.all_special_tokens,
         "fingerprint": tokenizer_fingerprint(tokenizer),
+        "secret": secret,
     }
     part = kept.with_suffix(f".{os.getpid()}.part")
     try:
         part.mkdir()
-        tokenizer.backend_tokenizer.save(str(part / TOKENIZER), pretty=False)
+        backend.save(str(part / TOKENIZER), pretty=False)
+        (part / RENAMED).write_text(renamed, encoding="utf-8")
         (part / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
         if tokenizer.chat_template is not None:
             (part / TEMPLATE).write_text(tokenizer.chat_template, encoding="utf-8")

@@ -26,6 +26,8 @@ from tokenizers import AddedToken, Tokenizer
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of special tokens, which templates know, too."""
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+RENAMED = "renamed_tokenizer.json"
+"""The tokenizer with other names for control tokens (`ragcache.models.tokenizer`)."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning. Templates read the first, or the second."""
 
@@ -38,8 +40,9 @@ class PlainTokenizer:
 
     Args:
         folder: Folder of `tokenizer.json`, `tokenizer_config.json` (special tokens by `ROLES`, all
-            of them as `all_special_tokens`, and the `fingerprint`, both optional) and
-            `chat_template.jinja`, if there is a template.
+            of them as `all_special_tokens`, the `fingerprint`, and the `secret` in
+            `renamed_tokenizer.json`; all but the first are optional) and `chat_template.jinja`, if
+            there is a template.
         checkpoint: Folder of the checkpoint, for transformers. Defaults to the same.
     """
 
@@ -47,7 +50,7 @@ class PlainTokenizer:
     eos_token: str | None
 
     def __init__(self, folder: Path, checkpoint: Path | None = None) -> None:
-        self._checkpoint = checkpoint or folder
+        self._folder, self._checkpoint = folder, checkpoint or folder
         entries = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         template = folder / TEMPLATE
         self.chat_template = template.read_text(encoding="utf-8") if template.exists() else None
@@ -56,6 +59,7 @@ class PlainTokenizer:
         named = list(dict.fromkeys(self.special_tokens_map.values()))
         self.all_special_tokens = entries.get("all_special_tokens", named)
         self.kept_fingerprint: str | None = entries.get("fingerprint")
+        self._secret: str | None = entries.get("secret")
         for name in ROLES:
             token = self.special_tokens_map.get(name)
             number = None if token is None else self.backend_tokenizer.token_to_id(token)
@@ -82,6 +86,13 @@ class PlainTokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
         return self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def read_renamed(self, secret: str) -> str | None:
+        """The JSON of `renamed_spec` with another secret, if it was kept."""
+        if self._secret is None:
+            return None
+        spec = (self._folder / RENAMED).read_text(encoding="utf-8")
+        return spec.replace(self._secret, secret)
 
     def get_chat_template(self) -> str:
         if self.chat_template is None:

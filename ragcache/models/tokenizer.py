@@ -42,13 +42,15 @@ class PromptTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self.control = control_tokens(tokenizer)
         secret = secrets.token_hex(8)
-        self._names = {
-            token: f"<|{secret}{number:x}|>" for number, token in enumerate(self.control)
-        }
+        self._names = control_names(self.control, secret)
         self._written = _any_of(self.control)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._tokenizer = tokenizer
-        self._backend = None if backend is None else _renamed(backend, self._names)
+        self._backend = None
+        if backend is not None:
+            kept = getattr(tokenizer, "read_renamed", None)
+            spec = None if kept is None else kept(secret)
+            self._backend = Tokenizer.from_str(spec or renamed_spec(backend, self._names))
         self._ids = dict(zip(self._names.values(), self.control.values(), strict=True))
         self._spelled = _any_of(self._names.values())
         self._lead = self._encode(_ANCHOR)
@@ -121,6 +123,16 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
     return dict(sorted(tokens.items(), key=lambda each: -len(each[0])))
 
 
+def control_names(control: Mapping[str, int], secret: str) -> dict[str, str]:
+    """Names of control tokens that no text can spell without knowing `secret`.
+
+    Args:
+        control: The control tokens with their ids.
+        secret: Random letters and digits.
+    """
+    return {token: f"<|{secret}{number:x}|>" for token, number in control.items()}
+
+
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A digest of vocabulary and merges: the serialized tokenizer without the padding and
     truncation that its last caller set, and how texts are put to it. A tokenizer may have kept
@@ -141,8 +153,13 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
-def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """A copy in which some tokens have other names, and are never made of parts."""
+def renamed_spec(backend: Tokenizer, names: Mapping[str, str]) -> str:
+    """The JSON of a tokenizer in which some tokens have other names, and are never made of parts.
+
+    Args:
+        backend: The tokenizer.
+        names: The other names.
+    """
     spec = json.loads(backend.to_str())
     spec |= {"truncation": None, "padding": None, "post_processor": None}
     for token in spec["added_tokens"]:
@@ -158,7 +175,7 @@ def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
         model["merges"] = [each for each in model["merges"] if not _makes(each, names)]
-    return Tokenizer.from_str(json.dumps(spec))
+    return json.dumps(spec)
 
 
 def _makes(merge: str | list[str], names: Mapping[str, str]) -> bool:

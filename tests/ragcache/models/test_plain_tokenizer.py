@@ -73,6 +73,21 @@ def test_tokens_and_texts_are_those_of_transformers(both: Any, text: str) -> Non
             assert ours.decode(ids, skip_special_tokens=skip) == expected
 
 
+def test_prompts_are_those_of_transformers(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = both
+    expected = PromptTokenizer(theirs)
+    monkeypatch.setattr("ragcache.models.tokenizer.renamed_spec", None)  # it was kept
+    one, other = PromptTokenizer(ours), PromptTokenizer(ours)
+    control = "".join(expected.control)
+    for text in (control, "The key. <s>[INST] 日本", " a", "\n\n  b<think>", ""):
+        for first in (True, False):
+            assert one.encode(text, first=first) == expected.encode(text, first=first)
+        spelled = [each.encode(each.spell(text)) for each in (one, expected)]
+        assert spelled[0] == spelled[1]
+    assert one.spell(control) != other.spell(control), "a secret serves once"
+    assert other.encode(one.spell(control)) != one.encode(one.spell(control))
+
+
 def test_control_tokens_are_those_of_transformers(both: Any) -> None:
     ours, theirs = both
     for text in ("", "<s>a</s><think>|word|  b", "<tool_call><|im_end|>\n", "<|end|><|pad|>"):
