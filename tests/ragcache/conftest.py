@@ -18,11 +18,9 @@ from ragcache.db import Database, Ledger
 from ragcache.db.state_rows import StateRow
 from ragcache.db.tables import Base
 from ragcache.models import CausalLM, wrap_causal
-from ragcache.models.parallel import ranks
 from ragcache.states import KVKey, KVStates
 from ragcache.states.recurrent import RecurrentStates
 from ragcache.store import KVStore, Lease, LeaseRequest
-from tests.forks import ForkedFollower
 from tests.tiny_models import FAMILY_PARAMS, tiny_model
 
 TOKEN_BYTES = 64  # of one token in `make_states`: 2 sides, 2 layers, 1 head, 4 floats
@@ -200,6 +198,9 @@ def causal() -> CausalLM:
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Followers of split models are forked, where imports of their own are not what is tested."""
+    from ragcache.models.parallel import ranks
+    from tests.forks import ForkedFollower  # not every system forks
+
     stand_in = SimpleNamespace(
         Popen=ForkedFollower,
         DEVNULL=subprocess.DEVNULL,

@@ -230,12 +230,13 @@ def paused(rag: RagCache, budget: int | None, **options: Any) -> int:
     for _ in range(2):
         rag.chat(messages, keeper=keeper, generation=FREE.replace(**options))
         rag.internals.shared.keeping.submit(lambda: None).result()
-    for seed in range(20, 32):
+    for seed in range(20, 27):
         turn(rag, conversation(seed))
         turn(rag, conversation(seed))
     return resumed(turn(rag, conversation(1, 2, 3)))
 
 
+@pytest.mark.slow
 def test_a_retained_conversation_outlives_others(tmp_path: Path, model: LoadedModel) -> None:
     """Without the wish, and beyond the budget, the conversations after it push it out."""
     found = {}
