@@ -94,6 +94,7 @@ class SuiteRun:
             for part in session_parts:
                 run = partial(SESSION_PARTS[part], session, ceilings)
                 results[part] = self._part(f"{name} {part}", run) or {}
+                self.save(self.document)
         except Exception as error:  # the other shapes are measured, whatever this one raised
             self.document["errors"][name] = repr(error)
         finally:

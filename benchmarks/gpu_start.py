@@ -7,10 +7,26 @@ at the end of each stage. No weights are read, which would depend on the disk.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 
 from ragcache.bench.harness import LlamaShape
+
+
+class WarmUpTimes(logging.Handler):
+    """Keeps the times at which the parts of a warm-up end, from what the engine logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.stages: dict[str, float] = {}
+        logger = logging.getLogger("ragcache.engine")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the time of a record, by its text."""
+        self.stages[record.getMessage()] = record.created
 
 
 def start(shape: LlamaShape, device: str) -> dict[str, float]:
@@ -18,6 +34,7 @@ def start(shape: LlamaShape, device: str) -> dict[str, float]:
     from ragcache.bench.shape_session import PATIENCE, ShapeSession
 
     stages = {"imported": time.time()}
+    progress = WarmUpTimes()
     session = ShapeSession(shape, 64, device)
     causal = session.causal
     session.synchronize()
@@ -25,6 +42,7 @@ def start(shape: LlamaShape, device: str) -> dict[str, float]:
     engine = session.engine
     assert engine.config.warm_up
     root = session.root
+    stages |= progress.stages
     stages["warm"] = time.time()
     assert root.length == session.preamble
     context = session.context([], 1, session.tokens(64))
