@@ -71,6 +71,10 @@ SCORED_ROWS = 256
 take 155 MB in float32 for a vocabulary of 151,936."""
 
 
+ENCODING_SHARE = 8
+"""Of a step's tokens, one in so many is for encodings that wait, however many prompts wait, too."""
+
+
 class EngineCore:
     """Schedules requests and encodings, runs the model, and samples the next tokens.
 
@@ -417,6 +421,10 @@ class EngineCore:
         if decoding and self._pace is not None:
             fitting = decoding + self._pace.tokens_beside(decoding)
             config = replace(config, step_tokens=min(config.step_tokens, fitting))
+        if self._encode_queue and not self._encode_queue.is_stalled:
+            budgets = config.step_tokens, config.prefill_tokens
+            step_tokens, prefill_tokens = (each - each // ENCODING_SHARE for each in budgets)
+            config = replace(config, step_tokens=step_tokens, prefill_tokens=prefill_tokens)
         return config
 
     def _work_of(

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 SECONDS_TO_LIVE: dict[ObservedStorage, float] = {"memory": 3600.0, "disk": 86_400.0}
 """Seconds after its last use at which an observed module may end, by `observed_storage`."""
 
-MOST_PROMPTS = 64
-"""Most prompts of a namespace that wait to be compared. Of more, the oldest leave nothing."""
+MOST_CHARACTERS = 2**24
+"""Most characters of the prompts that wait to be compared. Of more, the oldest leave nothing."""
 
 MOST_WAITING = 64
 """Most texts of a namespace that wait to be encoded. Further texts wait for their next sight."""
@@ -146,7 +146,8 @@ class ObservedModules:
         self._rows, self._refreshed = rows, time.time()
         self._recurrences = RecurrenceTable()
         self._modules: OrderedDict[str, ObservedModule] = OrderedDict()  # least recently used first
-        self._prompts: deque[_Prompt] = deque(maxlen=MOST_PROMPTS)
+        self._prompts: deque[_Prompt] = deque()
+        self._characters = 0  # of these prompts
         self._waiting: dict[str, _WaitingText] = {}
         self._works = False  # whether the thread is about to look at both
         self._prompted = -_PAUSE_SECONDS  # time of the last prompt
@@ -312,6 +313,7 @@ class ObservedModules:
                 if ids is None:
                     self._recurrences = RecurrenceTable()
                     self._prompts.clear()
+                    self._characters = 0
                 self._rebuild()
             self._unpin(keys)
             self._encoder.store.evict(keys)
@@ -347,6 +349,9 @@ class ObservedModules:
         """Compare a prompt in the background. Does nothing after the folder was closed."""
         with self._lock:
             self._prompts.append(prompt)
+            self._characters += len(prompt.text)
+            while self._characters > MOST_CHARACTERS:
+                self._take_prompt()
             idle, self._works = not self._works, True
         if idle:
             with suppress(RuntimeError):
@@ -379,7 +384,12 @@ class ObservedModules:
 
     def _next_prompt(self) -> _Prompt | None:
         with self._lock:
-            return self._prompts.popleft() if self._prompts else None
+            return self._take_prompt() if self._prompts else None
+
+    def _take_prompt(self) -> _Prompt:
+        prompt = self._prompts.popleft()
+        self._characters -= len(prompt.text)
+        return prompt
 
     def _queue(self, text: str, mode: ReuseMode) -> None:
         if text not in self._waiting and len(self._waiting) < MOST_WAITING:

@@ -240,6 +240,19 @@ def test_a_prompt_queues_a_bounded_number_of_texts(
     assert len(set(queued)) == len(queued)
 
 
+def test_few_characters_of_prompts_wait(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    observed, compared = rag.modules.observed, list[str]()
+    texts = [f"{number}. {passage(number, 5)}" for number in range(9)]
+    monkeypatch.setattr(module, "MOST_CHARACTERS", sum(map(len, texts[5:])))
+    monkeypatch.setattr(observed, "_background", SimpleNamespace(submit=lambda _: None))
+    monkeypatch.setattr(observed, "_recurrences", SimpleNamespace(observe=compared.append))
+    for text in texts:
+        observed.find(text, [], ROOTED)
+    monkeypatch.setattr(observed._recurrences, "observe", lambda text: compared.append(text) or [])
+    observed._compare()
+    assert compared == texts[5:]
+
+
 @pytest.mark.slow
 def test_a_request_can_leave_it_out(rag: RagCache) -> None:
     for seeds in ([1, 2], [3, 1], [4, 1]):
