@@ -384,3 +384,16 @@ def test_memory_of_an_encoding_is_bounded(
     assert long < bounds[1] < 8 * long
     assert long - short < 2000 * 2 * causal.bytes_per_token  # keys and values, as multiplied
     assert set(passes) <= {PASS, 500 % PASS, 2000 % PASS}
+
+
+def test_prompts_leave_a_part_of_every_step_to_encodings(causal: CausalLM) -> None:
+    core = core_of(causal, config_of(causal, step_tokens=16, prefill_tokens=16))
+    for number in range(9):
+        core.submit(Request(plain_context(random_tokens(40, seed=number)), 1))
+    core.add_encoding([EncodeJob(random_tokens(8))], StatesChannel(lambda: None))
+    for step in range(1, 5):
+        core.step()
+        assert core.stats.encoded_tokens == 2 * step
+        assert core.stats.prompt_tokens == 14 * step
+    core.step()
+    assert core.stats.prompt_tokens == 14 * 4 + 16, "nothing is left to encode"
