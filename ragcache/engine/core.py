@@ -72,7 +72,7 @@ take 155 MB in float32 for a vocabulary of 151,936."""
 
 
 ENCODING_SHARE = 8
-"""Of a step's tokens, one in so many is for encodings that wait, however many prompts wait, too."""
+"""Encodings that wait have one of so many tokens of a step, however many prompts wait."""
 
 
 class EngineCore:

@@ -388,8 +388,8 @@ def test_memory_of_an_encoding_is_bounded(
 
 def test_prompts_leave_a_part_of_every_step_to_encodings(causal: CausalLM) -> None:
     core = core_of(causal, config_of(causal, step_tokens=16, prefill_tokens=16))
-    for number in range(9):
-        core.submit(Request(plain_context(random_tokens(40, seed=number)), 1))
+    prompts = [plain_context(random_tokens(40, seed=number)) for number in range(9)]
+    handles = [core.submit(Request(prompt, 1)) for prompt in prompts]
     core.add_encoding([EncodeJob(random_tokens(8))], StatesChannel(lambda: None))
     for step in range(1, 5):
         core.step()
@@ -397,3 +397,4 @@ def test_prompts_leave_a_part_of_every_step_to_encodings(causal: CausalLM) -> No
         assert core.stats.prompt_tokens == 14 * step
     core.step()
     assert core.stats.prompt_tokens == 14 * 4 + 16, "nothing is left to encode"
+    assert not any(handle.done for handle in handles[4:])
