@@ -36,6 +36,7 @@ CONVERSION = 1
 """Version of the conversion. Raise it if the same file becomes another checkpoint."""
 _STEPS = 10  # lines that report the progress of one conversion
 _PIECE = 2**22  # bytes of a file that are read at once
+_WEIGHTS = 2**22  # weights that are multiplied out at once
 _HEADER = 12  # bytes of an array in the metadata before its elements: their type and number
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -175,7 +176,11 @@ def _weight(tensor: Any, config: Any) -> Tensor:
     """A weight of a GGUF file in bfloat16."""
     import gguf
 
-    weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).bfloat16()
+    weight = torch.empty([int(size) for size in reversed(tensor.shape)], dtype=torch.bfloat16)
+    rows = max(1, _WEIGHTS * len(weight) // weight.numel())
+    for begin in range(0, len(weight), rows):  # small pieces of float32 reuse the same memory
+        piece = gguf.dequantize(tensor.data[begin : begin + rows], tensor.tensor_type)
+        weight[begin : begin + rows] = torch.from_numpy(piece)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     count = heads.get(tensor.name.split(".")[-2])
     if count is None or config.model_type not in _INTERLEAVED:
