@@ -236,19 +236,19 @@ def bench_profile(session: GpuSession, _: Ceilings) -> dict[str, Any]:
     load = session.load
 
     first_tokens = partial(_first_tokens, session, session.documents, load.placed[0], 1)
-    found = {"ttft": _profiled(first_tokens)}
+    found = {"ttft": profile_kernels(first_tokens)}
     for count in load.new_texts[-1:]:
         session.first_token([], session.tokens(count))
         text = session.tokens(count)
-        found[f"new_{count}"] = _profiled(partial(session.first_token, [], text))
+        found[f"new_{count}"] = profile_kernels(partial(session.first_token, [], text))
     for name, rows in load.order:
         states = [session.rng.sample(session.documents, load.each) for _ in range(rows)]
         contexts = [session.context(each, 12) for each in states]
-        found[f"decode_{name}"] = _profiled(partial(time_steps, session, contexts, 12))
+        found[f"decode_{name}"] = profile_kernels(partial(time_steps, session, contexts, 12))
     return found
 
 
-def _profiled(run: Callable[[], object]) -> dict[str, Any]:
+def profile_kernels(run: Callable[[], object]) -> dict[str, Any]:
     """Microseconds and calls by kernel, the longest first, and the share of the time between the
     first kernel and the last in which one ran."""
     from torch.profiler import ProfilerActivity, profile

@@ -76,7 +76,7 @@ FAMILY_PARAMS = [
 ]
 _FAMILIES["qwen3_moe"] = (Qwen3MoeConfig, _GROUPED)
 LATENT = "deepseek_v3"
-"""Latent attention, which no kernel computes."""
+"""Latent attention."""
 _FAMILIES[LATENT] = (
     DeepseekV3Config,
     {

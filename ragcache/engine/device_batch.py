@@ -230,7 +230,7 @@ class DevicePlanner:
             private = each.chunk.private
             if isinstance(private, ContiguousKV):
                 assert each.tokens <= private.keys.shape[2]
-                base = plan.base_number(private.keys, private.values)
+                base = plan.base_number(private.keys)
                 step.write_base[each.first_row : each.end_row] = base
                 slots.append(range(each.past, each.tokens))
                 continue

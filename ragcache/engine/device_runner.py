@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragcache.attention import Rotation
+from ragcache.attention.triton.latent_launch import LatentKernels
 from ragcache.attention.triton.launch import RotationTables, StepKind, TritonKernels
 from ragcache.attention.triton.operator import OperatorMetadata, register_step
 from ragcache.attention.triton.plan import (
@@ -103,8 +104,8 @@ class StepAttention:
             self.before_layer()
         for arrival in self.arrivals:
             arrival.wait(torch.cuda.current_stream(query.device), layer)
-        _, heads, rows, dim = query.shape
-        out = query.new_empty(1, rows, heads, dim)
+        _, heads, rows, _ = query.shape
+        out = query.new_empty(1, rows, heads, value.shape[-1])
         self.kernels.attend(
             *(self.tables.views, self.kind, rows, layer, query[0], key[0], value[0], scale, out[0]),
             sinks=sinks,
@@ -171,8 +172,9 @@ class DeviceModelRunner:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))  # writes the weights
             self._memory = torch.cuda.graph_pool_handle()
         self._graphs = self._cuts = graphs and self.stream is not None
-        group = model.num_heads // model.num_kv_heads
-        self._heads = HeadLayout(model.num_kv_heads, group, model.head_dim)
+        self._heads = HeadLayout.of(
+            model.num_heads, model.num_kv_heads, model.head_dim, model.latent
+        )
         self._rotation = rotation_tables(model)
         self._quantized = int8_states
         capacity = replace(
@@ -458,7 +460,8 @@ class DeviceModelRunner:
         self._eager_tables, self._eager_kernels = tables, kernels
 
     def _new_kernels(self, entries: int, *, quantized: bool | None = None) -> TritonKernels:
-        return TritonKernels(
+        kind = LatentKernels if self._heads.latent else TritonKernels
+        return kind(
             self._heads,
             self.model.dtype,
             self.device,
@@ -502,6 +505,7 @@ class DeviceModelRunner:
         """Fewest new tokens of a chunk that are a square. 0 where none are."""
         model = self.model
         plain = not any(model.windows) and model.softcap is None and model.scheme.slopes is None
+        plain = plain and not model.latent  # wider than cuDNN's heads
         if not plain or model.ranks > 1:  # a follower knows tables only
             return 0
         return SQUARE_ROWS if prepare_squares(self._heads, model.dtype, self.device) else 0

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from ragcache.attention import read_values
 from ragcache.engine.constraint import MakeConstraint
 from ragcache.engine.kv_cache import PlacedRoot
 from ragcache.engine.sampler import SampledToken
@@ -371,7 +372,8 @@ def check_states(states: StoredStates, model: CausalLM, *, by_address: bool) -> 
     if (states.recurrent is None) == bool(model.recurrent_bytes):
         kept = "none are kept" if states.recurrent is None else "the model has none"
         raise InvalidRequest(f"states of recurrent layers do not fit this model: {kept}")
-    packed = keys.stride() == states.values.stride() and keys.stride()[2:] == (dim, 1)
+    values = read_values(keys, states.values)
+    packed = keys.stride() == values.stride() and keys.stride()[2:] == (dim, 1)
     if by_address and not packed:
         raise InvalidRequest(
             "a GPU reads the tokens of a head one after another; make these states contiguous"

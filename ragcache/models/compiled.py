@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 from ragcache.attention.triton.operator import OperatorMetadata, register_step
 from ragcache.machine import prefer_cublaslt
+from ragcache.models.experts import use_expert_kernels
 from ragcache.models.hf_patch import SegmentCache, number_layers
 from ragcache.models.model import CausalLM, ForwardBatch
 from ragcache.models.projections import merge_projections
+from ragcache.models.routers import rewriting
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ def prepare_for_device(causal: CausalLM, backend: Backend = "inductor") -> None:
         prefer_cublaslt()
         keep_kernels()
     merge_projections(causal)
+    if causal.device.type == "cuda":
+        use_expert_kernels(causal.model)
     compile_layers(causal, backend)
 
 
@@ -173,7 +177,7 @@ def _replace_forward(
     """Gives modules of one class one compiled forward."""
     # PyTorch keeps graphs by code object, and allows eight: each model has its own
     own = FunctionType(_call.__code__.replace(), globals(), _call.__name__)
-    compiled = torch.compile(own, backend=backend, fullgraph=True, dynamic=True)
+    compiled = torch.compile(own, backend=rewriting(backend), fullgraph=True, dynamic=True)
     for module in modules:
         module.forward = CompiledForward(module, partial(compiled, forward, module), compiles)
 
@@ -185,9 +189,17 @@ def _call(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: 
 class _NoAttention:
     """A step of zeros: shapes are all that a trial needs."""
 
-    def attend(self, layer: int, query: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: ARG002
-        batch, heads, rows, dim = query.shape
-        return query.new_zeros(batch, rows, heads, dim)
+    def attend(
+        self,
+        layer: int,  # noqa: ARG002
+        query: Tensor,
+        key: Tensor,  # noqa: ARG002
+        value: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
+        batch, heads, rows = query.shape[:3]
+        return query.new_zeros(batch, rows, heads, value.shape[-1])
 
     def convolve(self, layer: int, inputs: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: ARG002
         batch, channels, rows = inputs.shape

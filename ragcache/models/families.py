@@ -81,10 +81,11 @@ def wrap_causal(model: Any) -> CausalLM:
     family.patch(model)
     model.eval()
     args = (model, scheme, backend_for(model.device), dimensions, windows, softcap)
+    kernels = family.kernels and not (dimensions.latent and (windows or softcap is not None))
     if not kinds.recurrent:
-        return CausalLM(*args, kernels=family.kernels)
+        return CausalLM(*args, kernels=kernels)
     patch_recurrent(model, kinds)
-    kernels = family.kernels and all(map(is_flat, recurrent_mixers(model)))
+    kernels = kernels and all(map(is_flat, recurrent_mixers(model)))
     return HybridLM(*args, kinds=kinds, kernels=kernels)
 
 
@@ -130,8 +131,8 @@ class Family:
     check: Callable[[Any], None] = check_properties
     """Raises `UnsupportedModel` and names the property of a configuration that is not served."""
     kernels: bool = True
-    """Whether the kernels of a GPU compute its attention. They do not support heads as wide as
-    a latent."""
+    """Whether the kernels of a GPU compute its attention. They do not know heads of two sizes, or
+    windows over latents."""
     positions: str = "rotary"
     """Name of the positions in docs/models.md."""
     recurrent: str = ""
@@ -298,7 +299,9 @@ def _no_positions(model: Any) -> PositionScheme:
 def _latent(config: Any) -> Dimensions:
     """One key head, the rotary key and the latent, which serves as values, too."""
     width = config.qk_rope_head_dim + config.kv_lora_rank
-    return replace(Dimensions.of(config), num_kv_heads=1, head_dim=width, latent=True)
+    return replace(
+        Dimensions.of(config), num_kv_heads=1, head_dim=width, latent=config.kv_lora_rank
+    )
 
 
 def _one_key_head(config: Any) -> Dimensions:
@@ -311,7 +314,6 @@ _LATENT = Family(
     dimensions=_latent,
     patch=patch_latent,
     check=lambda config: check_properties(config, served=("kv_lora_rank",)),
-    kernels=False,
     positions="rotary beside a latent",
 )
 
@@ -448,7 +450,6 @@ for _family in (
         dimensions=_latent,
         patch=patch_latent,
         check=lambda config: check_hybrid(config, served=("kv_lora_rank",)),
-        kernels=False,
         positions="none, over a latent",
         recurrent="Kimi Delta Attention",
         tiny={"linear_num_heads": 2},
@@ -458,7 +459,6 @@ for _family in (
         dimensions=_latent,
         patch=patch_latent,
         check=lambda config: check_hybrid(config, served=("kv_lora_rank",)),
-        kernels=False,
         positions=_LATENT.positions,
         recurrent="Kimi Delta Attention",
         tiny={"linear_num_heads": 2, "n_group": 2, "topk_group": 1},

@@ -76,7 +76,7 @@ class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return key_states, value_states
 
     def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor | None, *, scale: float
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *, scale: float
     ) -> Tensor:
         """Write a layer's new states, then attend to everything in the metadata.
 
@@ -84,18 +84,38 @@ class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
             module: The attention module.
             query: [Hq, T, D].
             key: [Hkv, T, D].
-            value: [Hkv, T, D]. Without it, keys serve as values and are kept once.
+            value: [Hkv, T, D].
             scale: Factor of the scores.
 
         Returns:
             [1, T, Hq * D].
         """
-        query, key = query[None], key[None]
-        kept = key[..., :0] if value is None else value[None]
-        self.update(key, kept, module.layer_idx)
-        value = key if value is None else kept
+        query, key, value = query[None], key[None], value[None]
+        self.update(key, value, module.layer_idx)
         out = attend_layer(module, query, key, value, scale, self.metadata, self.backend)
         return out.flatten(2)
+
+    def attend_latents(
+        self, module: Any, query: Tensor, states: Tensor, width: int, *, scale: float
+    ) -> Tensor:
+        """Write a layer's new states, whose ends serve as values, and attend as `attend` does.
+
+        Args:
+            module: The attention module.
+            query: [Hq, T, D].
+            states: [1, T, D]. Kept once, as keys.
+            width: C, the width of the latent at the end of each state.
+            scale: Factor of the scores.
+
+        Returns:
+            Sums of latents [T, Hq, C].
+        """
+        query, key = query[None], states[None]
+        self.update(key, key[..., :0], module.layer_idx)
+        # by definition, whole keys are the values, as segments hold them
+        value = key[..., -width:] if self.through_operators else key
+        out = attend_layer(module, query, key, value, scale, self.metadata, self.backend)
+        return out[0, ..., -width:]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         return 0
@@ -114,8 +134,8 @@ def attend_layer(
     backend: AttentionBackend,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one layer. query: [1, Hq, T, D]; returns [1, T, Hq, D]. Windows and soft caps
-    are the step's own, which the operator finds."""
+    """Attention of one layer. query: [1, Hq, T, D]; returns [1, T, Hq, D], as wide as the value.
+    Windows and soft caps are the step's own, which the operator finds."""
     if isinstance(metadata, OperatorMetadata):
         handle = metadata.handle
         out: Tensor = attend(query, key, value, module.ragcache_layer, scale, handle, sinks)
@@ -291,8 +311,8 @@ def latent_attention(
 
     A state is the rotary key, R, and the latent, C, behind it: one key head of width R + C for all
     query heads. A query is carried into the latent's space, q W_k. Attention returns a sum of
-    latents, from which W_v makes the values; so values are the keys. The rotary part comes first,
-    where moving a segment turns it.
+    latents, from which W_v makes the values. The rotary part comes first, where moving a segment
+    turns it.
     """
     tokens, turned, width = hidden_states.shape[1], module.qk_rope_head_dim, module.kv_lora_rank
     if getattr(module, "q_lora_rank", None) is None:
@@ -310,8 +330,7 @@ def latent_attention(
     to_latent, to_value = weight.split([module.qk_nope_head_dim, module.v_head_dim], 1)
     query = torch.cat([rotary[0], plain[0] @ to_latent], -1)  # [Hq, T, R + C]
     states = torch.cat([key[0], latent], -1)  # [1, T, R + C]
-    out = cache.attend(module, query, states, None, scale=module.scaling)
-    latents = out.view(tokens, -1, turned + width)[..., turned:]  # [T, Hq, C]
+    latents = cache.attend_latents(module, query, states, width, scale=module.scaling)
     values = (latents.transpose(0, 1) @ to_value.transpose(1, 2)).transpose(0, 1)  # [T, Hq, V]
     if hasattr(module, "g_proj"):  # Bailing's gate, one number a head
         gate = module.g_proj(hidden_states[0]).float().sigmoid().to(values.dtype)
@@ -323,11 +342,13 @@ def _turn(
     module: Any, query: Tensor, key: Tensor, by: tuple[Tensor, Tensor] | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rotary queries and keys, [1, H, T, R], by the function of the module's own code. by: cos and
-    sin, or complex numbers (DeepSeek V2), under which pairs stay interleaved."""
-    code = sys.modules[type(module).__module__]
+    sin, or complex numbers (DeepSeek V2), under which pairs stay interleaved. Compilers know no
+    complex numbers."""
     if isinstance(by, Tensor):
-        turned = code.apply_rotary_emb(query, key, by)
-    elif getattr(module.config, "rope_interleave", not hasattr(code, "apply_rotary_pos_emb")):
+        rotation = Rotation(by.real, by.imag, interleaved=True)
+        return rotate(query, rotation), rotate(key, rotation)
+    code = sys.modules[type(module).__module__]
+    if getattr(module.config, "rope_interleave", not hasattr(code, "apply_rotary_pos_emb")):
         turned = code.apply_rotary_pos_emb_interleave(query, key, *by)
     else:
         turned = code.apply_rotary_pos_emb(query, key, *by)

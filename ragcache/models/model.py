@@ -54,8 +54,9 @@ class Dimensions:
     head_dim: int
     window: int
     """Positions that prompt and answer may take together."""
-    latent: bool = False
-    """Whether keys serve as values, which are then not kept."""
+    latent: int = 0
+    """Width of the latent at the end of a key, which serves as the value. Then no values are
+    kept."""
     layout: StateLayout | None = None
     """The planes of each layer, if layers have heads of different shapes. `num_layers` counts
     layers; `num_kv_heads` and `head_dim` are the shape of a plane."""
@@ -106,7 +107,9 @@ class CausalLM:
         num_layers: L of states [L, Hkv, S, D]: layers with keys and values, or their planes if
             there is a layout.
         layout: The planes of each layer, if layers have heads of different shapes.
-        value_dim: Width of kept values: `head_dim`, or 0 if the keys serve as values.
+        latent: Width of the latent at the end of a key, which serves as the value. 0 if keys hold
+            none.
+        value_dim: Width of kept values: `head_dim`, or 0 if the keys hold latents.
         windows: Number of positions up to its own that a row sees, for each layer with a
             window. Empty if no layer has a window within the model's.
         softcap: Bound of the scores: softcap * tanh(score / softcap). Windows and caps are
@@ -150,6 +153,7 @@ class CausalLM:
         self.num_heads = dimensions.num_heads
         self.num_kv_heads = dimensions.num_kv_heads
         self.head_dim = dimensions.head_dim
+        self.latent = dimensions.latent
         self.value_dim = 0 if dimensions.latent else dimensions.head_dim
         self.window = dimensions.window
 

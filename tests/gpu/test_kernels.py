@@ -78,6 +78,11 @@ SCHEMES = {
     "sinks": Scheme(8, 8, 64, 64, window=128, sinking=True),
     "sinks 16x1": Scheme(16, 1, 64, 64, sinking=True),
     "int8 window": Scheme(8, 4, 128, 128, int8=True, window=300),
+    "latents": Scheme(1, 16, 576, 64, interleaved=True, latent=512),
+    "latents of 128 heads": Scheme(1, 128, 576, 64, latent=512),
+    "latents 40x288": Scheme(1, 40, 288, 32, latent=256),
+    "latents 4x40": Scheme(1, 4, 40, 8, latent=32),
+    "latents int8": Scheme(1, 16, 576, 64, latent=512, int8=True),
 }
 ALLOWED = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
@@ -100,7 +105,7 @@ def test_attention_equals_its_definition(name: str, kind: str, dtype: torch.dtyp
     assert written_as_given(step, before)
 
 
-@pytest.mark.parametrize("name", ["32x1x128", "8x4x128", "int8", "window"])
+@pytest.mark.parametrize("name", ["32x1x128", "8x4x128", "int8", "window", "latents"])
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 def test_replay_with_other_tables_equals_eager(name: str, kind: str) -> None:
     """A graph captured over one step's tables computes whatever they hold later."""
@@ -108,7 +113,7 @@ def test_replay_with_other_tables_equals_eager(name: str, kind: str) -> None:
     kernels = make_kernels(step, 4000)
     static = padded(step.tables(kernels.shapes[kind].block_rows, 200))
     attend(step, kernels, static)  # compiles
-    out = torch.empty_like(step.query.transpose(0, 1).contiguous())
+    out = torch.empty(step.rows, *step.scheme.out_shape, dtype=step.dtype, device="cuda")
     inputs = [step.query.clone(), step.key.clone(), step.value.clone()]
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -190,7 +195,7 @@ def test_many_rows_of_the_real_tables(rows: int) -> None:
     )  # fmt: skip
     tables.set_plan(plan)
     tables.step.write_slot[:] = range(rows)
-    tables.step.write_base[:] = plan.base_number(states[0], states[1])
+    tables.step.write_base[:] = plan.base_number(states[0])
     tables.upload()
     out = torch.full((rows, 32, 128), torch.nan, dtype=torch.bfloat16, device="cuda")
     kernels.attend(tables.views, "mixed", rows, 1, query, key, value, 128**-0.5, out)

@@ -49,9 +49,12 @@ def write_kernel(
     key, key_head_stride, key_row_stride, value, value_head_stride, value_row_stride,
     bases, write_base, write_slot, layer,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ALIGN: tl.constexpr,
-    HEADS: tl.constexpr, DEPENDENT: tl.constexpr,
+    HEADS: tl.constexpr, VALUES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Copies a row's new keys and values, [Hkv, T, D], to its slot; HEADS of them a program."""
+    """Copies a row's new keys and values, [Hkv, T, D], to its slot; HEADS of them a program.
+
+    VALUES: not only keys.
+    """
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -65,12 +68,13 @@ def write_kernel(
         start = tl.load(base + 2) * layer + slot.to(tl.int64) * D
         at = (head * tl.load(base + 3))[:, None] + d[None, :]
         keys = tl.multiple_of(tl.load(base).to(key.dtype) + start, ALIGN)
-        values = tl.multiple_of(tl.load(base + 1).to(value.dtype) + start, ALIGN)
         k = key + row.to(tl.int64) * key_row_stride + head[:, None] * key_head_stride + d[None, :]
-        v = value + row.to(tl.int64) * value_row_stride
-        v += head[:, None] * value_head_stride + d[None, :]
         tl.store(keys + at, tl.load(k, mask=inside), mask=inside)
-        tl.store(values + at, tl.load(v, mask=inside), mask=inside)
+        if VALUES:
+            values = tl.multiple_of(tl.load(base + 1).to(value.dtype) + start, ALIGN)
+            v = value + row.to(tl.int64) * value_row_stride
+            v += head[:, None] * value_head_stride + d[None, :]
+            tl.store(values + at, tl.load(v, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["layer", "window"])
@@ -318,13 +322,14 @@ def _base2(s, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def merge_kernel(
-    out, lse, row_ptr, row_entries, sinks, merged,
-    HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
+    out, lse, row_ptr, row_entries, tail_out, tail_lse, sinks, merged,
+    HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TAIL: tl.constexpr, SINKS: tl.constexpr,
     ENTRIES: tl.constexpr, HEADS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Sums the partial results of a row's entries: merged [T, Hq, D], zeros for a row of none.
 
-    SINKS: sinks [Hq] are scores of one more key per head, whose value is zero.
+    TAIL: each row has one more, tail_out [T, Hq, D] and tail_lse [T, Hq]. SINKS: sinks [Hq] are
+    scores of one more key per head, whose value is zero.
     """
     row = tl.program_id(0)
     head = tl.program_id(1) * HEADS
@@ -336,17 +341,24 @@ def merge_kernel(
     top = tl.full([HEADS], LOWEST, tl.float32)
     weight = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, DP], tl.float32)
+    h = head + tl.arange(0, HEADS)
+    d = tl.arange(0, DP)
+    place = row.to(tl.int64) * HQ + h
+    inside = (h < HQ)[:, None] & (d < D)[None, :]
+    if TAIL:
+        score = tl.load(tail_lse + place, mask=h < HQ, other=float("-inf")) * LOG2E
+        top = tl.maximum(score, top)
+        weight = tl.math.exp2(score - top)
+        acc = tl.load(tail_out + place[:, None] * D + d[None, :], mask=inside, other=0.0)
+        acc = acc.to(tl.float32) * weight[:, None]
     acc, top, weight = _add_partials(
         acc, top, weight, out, lse, row_entries, begin, end, head, HQ,
         HQ, D, DP, ENTRIES, HEADS, HQ % HEADS == 0,
     )  # fmt: skip
-    h = head + tl.arange(0, HEADS)
-    d = tl.arange(0, DP)
     if SINKS:
         weight += _sink_weight(tl.load(sinks + h, mask=h < HQ, other=0.0), top)
     acc = acc / tl.where(weight > 0, weight, 1.0)[:, None]
-    at = merged + (row.to(tl.int64) * HQ + h)[:, None] * D + d[None, :]
-    tl.store(at, acc.to(merged.dtype.element_ty), mask=(h < HQ)[:, None] & (d < D)[None, :])
+    tl.store(merged + place[:, None] * D + d[None, :], acc.to(merged.dtype.element_ty), mask=inside)
 
 
 @triton.jit

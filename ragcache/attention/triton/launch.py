@@ -3,6 +3,8 @@
     mixed   any rows      write -> partial over every item, squares -> merge
     decode  a row each    partial over the shared items -> tail over each row's own blocks
 
+Over latents the tail is followed by a merge (`latent_launch`).
+
 Nothing waits for the device, and nothing is allocated but the partial results, once, so that a CUDA
 graph may capture a launch; it then serves whatever the tables hold when it is replayed.
 """
@@ -113,7 +115,7 @@ def choose_tail(heads: HeadLayout, dtype: torch.dtype, rows: int) -> TailConfig:
     """Measured on an H200 for 16 bits, D = 128 and groups of 1 and 4: programs of one warp, which
     needs fewer keys and entries at once where there are many. For other shapes, what spills
     little."""
-    group, dim = triton.next_power_of_2(heads.group), _padded(heads.head_dim)
+    group, dim = triton.next_power_of_2(heads.group), padded(heads.head_dim)
     if heads.group == 1:
         few = rows <= 32 and dim <= 128
         return TailConfig(64 if few else 32, 16 if few else 8, 1)
@@ -139,12 +141,12 @@ def choose_merge(rows: int) -> MergeConfig:
     return MergeConfig(8, 2, 1) if rows <= 4096 else MergeConfig(2, 4, 1)
 
 
-def _padded(head_dim: int) -> int:
+def padded(head_dim: int) -> int:
     """Widths of tensors are powers of two; products need 16 at least."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
-def _strided(states: Tensor) -> tuple[Tensor, int, int]:
+def strided(states: Tensor) -> tuple[Tensor, int, int]:
     """A tensor [H, T, D] with its strides of a head and of a row."""
     return states, states.stride(0), states.stride(1)
 
@@ -187,16 +189,16 @@ class TritonKernels:
         if self.device.type == "cuda":
             processors = torch.cuda.get_device_properties(self.device).multi_processor_count
             capability = torch.cuda.get_device_capability(self.device)
-        mixed = config or choose_config(heads, dtype, capability)
-        decode = config or choose_decode_config(heads, dtype, mixed, quantized=quantized)
-        self.configs: dict[StepKind, LaunchConfig] = {"mixed": mixed, "decode": decode}
+        self.configs = self._choose_configs(capability)
+        if config is not None:
+            self.configs = {"mixed": config, "decode": config}
         self.shapes: dict[str, ItemShape] = {
             kind: ItemShape(processors * each.programs or _INTERPRETED_PROGRAMS, each.block_rows)
             for kind, each in self.configs.items()
         }
         self.overlapped = capability >= (9, 0)
         sizes = max_entries, heads.num_kv_heads * heads.group
-        self.out = torch.empty(*sizes, heads.head_dim, dtype=dtype, device=self.device)
+        self.out = torch.empty(*sizes, heads.value_dim, dtype=dtype, device=self.device)
         self.lse = torch.empty(*sizes, dtype=torch.float32, device=self.device)
 
     def attend(
@@ -224,7 +226,7 @@ class TritonKernels:
             key: [Hkv, T, D], likewise.
             value: [Hkv, T, D], with any strides likewise.
             scale: Of the scores.
-            out: [T, Hq, D], contiguous.
+            out: [T, Hq, D], contiguous; as wide as the values.
             sinks: [Hq], the score of one more key per head, whose value is zero.
             squares: The plan's squares, in a mixed step that no graph has.
         """
@@ -236,7 +238,7 @@ class TritonKernels:
                 own = attend_square(query[:, here], key[:, here], value[:, here], scale)
                 self.out[place].copy_(own[0].transpose(0, 1))
                 self.lse[place].copy_(own[1].transpose(0, 1))
-            self._merge(tables, rows, layer, out, sinks)
+            self._merge(tables, rows, out, sinks)
         else:
             self._partial(tables, kind, layer, query, scale)
             self._tail(tables, rows, layer, query, key, value, scale, out, sinks)
@@ -244,7 +246,7 @@ class TritonKernels:
     def constants(self, layer: int) -> dict[str, Any]:
         """Compile-time constants of all kernels of a layer."""
         heads, dim = self.heads, self.heads.head_dim
-        sizes = {"HKV": heads.num_kv_heads, "G": heads.group, "D": dim, "DP": _padded(dim)}
+        sizes = {"HKV": heads.num_kv_heads, "G": heads.group, "D": dim, "DP": padded(dim)}
         bias = {"ALIBI": self.slopes is not None, "WINDOW": self._window(layer) is not None}
         aligned = gcd(16, dim * self.dtype.itemsize)
         others = {"SOFTCAP": self.softcap or 0.0, "DEPENDENT": self.overlapped}
@@ -272,14 +274,23 @@ class TritonKernels:
         sizes |= {"GP": group, "LINES": max(16, group), "SINKS": sinks}
         return self.constants(layer) | sizes
 
+    def _choose_configs(self, capability: tuple[int, int]) -> dict[StepKind, LaunchConfig]:
+        mixed = choose_config(self.heads, self.dtype, capability)
+        decode = choose_decode_config(self.heads, self.dtype, mixed, quantized=self.quantized)
+        return {"mixed": mixed, "decode": decode}
+
+    def _choose_merge(self, rows: int) -> MergeConfig:
+        return choose_merge(rows)
+
     def _write(self, tables: TableViews, rows: int, layer: int, key: Tensor, value: Tensor) -> None:
         constants, heads = self.constants(layer), self.heads.num_kv_heads
         together = min(8, triton.next_power_of_2(heads))
         places = tables.bases, tables.write_base, tables.write_slot
         write_kernel[rows, triton.cdiv(heads, together)](
-            *(*_strided(key), *_strided(value), *places, layer),
+            *(*strided(key), *strided(value), *places, layer),
             **{name: constants[name] for name in ("HKV", "D", "DP", "ALIGN", "DEPENDENT")},
             HEADS=together,
+            VALUES=True,
             **self._options(4),
         )
 
@@ -287,30 +298,38 @@ class TritonKernels:
         self, tables: TableViews, kind: StepKind, layer: int, query: Tensor, scale: float
     ) -> None:
         config = self.configs[kind]
-        cos = sin = self.lse  # any tensor, where none is read
-        if (rotation := self._rotation(layer)) is not None:
-            cos, sin = rotation.cos, rotation.sin
         items = tables.counts, tables.bases, tables.scales, tables.items
         entries = tables.entry_row, tables.entry_delta, tables.entry_limit, tables.entry_origin
         partial_kernel[self.shapes[kind].programs,](
-            *(*_strided(query), self.out, self.lse, *items, *entries, tables.position_ids),
-            *(cos, sin, self._slopes(), layer, self._window(layer) or 0, scale),
+            *(*strided(query), self.out, self.lse, *items, *entries, tables.position_ids),
+            *(*self._angles(layer), self._slopes()),
+            *(layer, self._window(layer) or 0, scale),
             **self.partial_constants(layer, kind),
             **self._options(config.warps, config.stages),
         )
 
     def _merge(
-        self, tables: TableViews, rows: int, layer: int, out: Tensor, sinks: Tensor | None
+        self,
+        tables: TableViews,
+        rows: int,
+        out: Tensor,
+        sinks: Tensor | None,
+        tail: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        constants, config = self.constants(layer), choose_merge(rows)
-        heads = self.heads.num_kv_heads * self.heads.group
-        sizes = {"HQ": heads, "ENTRIES": config.entries, "HEADS": config.heads}
+        config, heads = self._choose_merge(rows), self.heads.num_kv_heads * self.heads.group
+        dim = self.heads.value_dim
         merge_kernel[rows, triton.cdiv(heads, config.heads)](
             *(self.out, self.lse, tables.row_ptr, tables.row_entries),
+            *(tail or (self.out, self.lse)),
             *(self.lse if sinks is None else sinks, out),
+            HQ=heads,
+            D=dim,
+            DP=padded(dim),
+            TAIL=tail is not None,
             SINKS=sinks is not None,
-            **{name: constants[name] for name in ("D", "DP", "DEPENDENT")},
-            **sizes,
+            ENTRIES=config.entries,
+            HEADS=config.heads,
+            DEPENDENT=self.overlapped,
             **self._options(config.warps),
         )
 
@@ -330,7 +349,7 @@ class TritonKernels:
         entries = tables.bases, tables.row_ptr, tables.row_entries
         tail = tables.tail_length, tables.pages, tables.pages.stride(0)
         tail_kernel[rows, self.heads.num_kv_heads](
-            *(*_strided(query), *_strided(key), *_strided(value), self.out, self.lse, out),
+            *(*strided(query), *strided(key), *strided(value), self.out, self.lse, out),
             *(*entries, *tail, self._slopes(), self.lse if sinks is None else sinks),
             *(layer, self._window(layer) or 0, scale),
             **self.tail_constants(layer, config, sinks=sinks is not None),
@@ -344,6 +363,11 @@ class TritonKernels:
         if self.rotation is None or isinstance(self.rotation, RotationTables):
             return self.rotation
         return self.rotation[layer]
+
+    def _angles(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines; any tensor where none is read."""
+        rotation = self._rotation(layer)
+        return (self.lse, self.lse) if rotation is None else (rotation.cos, rotation.sin)
 
     def _slopes(self) -> Tensor:
         return self.lse if self.slopes is None else self.slopes

@@ -33,10 +33,11 @@ class DeviceStep(Protocol):
     ) -> Tensor:
         """Writes the layer's new states, and attends to all that the step's tables list.
 
-        query: [1, Hq, T, D], rotated to the rows' positions; key, value: [1, Hkv, T, D]; sinks:
-        [Hq], the score of one more key per head, whose value is zero. Any
-        strides, the last of them 1. Returns [1, T, Hq, D], contiguous and new memory: what aliases
-        an input is refused by PyTorch. May not wait for the device.
+        query: [1, Hq, T, D], rotated to the rows' positions; key, value: [1, Hkv, T, D], or value
+        [1, 1, T, C], the end of a key that holds a latent; sinks: [Hq], the score of one more key
+        per head, whose value is zero. Any strides, the last of them 1. Returns [1, T, Hq, D], as
+        wide as the value, contiguous and new memory: what aliases an input is refused by PyTorch.
+        May not wait for the device.
         """
 
 
@@ -109,9 +110,9 @@ def attend(
 
 
 @attend.register_fake
-def _shape_attend(query: Tensor, *_others: object) -> Tensor:
-    batch, heads, rows, dim = query.shape
-    return query.new_empty(batch, rows, heads, dim)
+def _shape_attend(query: Tensor, _key: Tensor, value: Tensor, *_others: object) -> Tensor:
+    batch, heads, rows, _ = query.shape
+    return query.new_empty(batch, rows, heads, value.shape[-1])
 
 
 @torch.library.custom_op(

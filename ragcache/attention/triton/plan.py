@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ragcache.attention.metadata import read_values
 from ragcache.errors import RagCacheError
 
 Int32s = NDArray[np.int32]
@@ -30,6 +31,9 @@ ALL_TOKENS: Final = 2**30
 
 PIECE_TOKENS: Final = 128
 """Runs are cut at multiples of so many tokens after their begin."""
+
+MOST_LATENT_HEADS: Final = 32
+"""Most query heads of a program that read latents together."""
 
 ITEM_WIDTH, BASE_WIDTH, SCALES_WIDTH = 8, 4, 6
 NO_SCALES: Final = (0,) * SCALES_WIDTH
@@ -65,9 +69,27 @@ class HeadLayout:
     """The heads of a model."""
 
     num_kv_heads: int
+    """Heads of keys, or parts of the query heads if all share one key that holds a latent."""
     group: int
     """Query heads that share one head of keys and values."""
     head_dim: int
+    latent: int = 0
+    """Width of the latent at the end of each key, which serves as the value. 0 if values are
+    kept."""
+
+    @classmethod
+    def of(cls, num_heads: int, num_kv_heads: int, head_dim: int, latent: int = 0) -> HeadLayout:
+        """Return the layout of a model's heads. All of them share the key that holds a latent; they
+        are divided so that the sums of a program fit its registers."""
+        group = num_heads // num_kv_heads
+        if latent:
+            group = max(n for n in range(1, MOST_LATENT_HEADS + 1) if num_heads % n == 0)
+        return cls(num_heads // group, group, head_dim, latent)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of the values that attention reads."""
+        return self.latent or self.head_dim
 
 
 class ItemShape(NamedTuple):
@@ -80,7 +102,7 @@ class ItemShape(NamedTuple):
 
 class KVBase:
     """Keys and values that runs are parts of. In eight bits they come with scales [L, Hkv, 1, D]
-    and [L, Hkv, S, 1], float32.
+    and [L, Hkv, S, 1], float32. Values of no width mean that keys hold them.
 
     memory: the addresses of keys and values. strides: of a layer and of a head, in elements.
     """
@@ -94,6 +116,7 @@ class KVBase:
         key_scales: Tensor | None = None,
         value_scales: Tensor | None = None,
     ) -> None:
+        values = read_values(keys, values)
         layer, head, token, element = strides = keys.stride()
         self.tokens, width = keys.shape[2:]
         assert values.stride() == strides
@@ -172,10 +195,9 @@ class AttentionPlan:
         """Partial results of every query head."""
         return len(self.row_entries)
 
-    def base_number(self, keys: Tensor, values: Tensor) -> int:
-        """The number of a base that the plan reads."""
-        found = (self.bases[:, 0] == keys.data_ptr()) & (self.bases[:, 1] == values.data_ptr())
-        return int(np.flatnonzero(found)[0])
+    def base_number(self, keys: Tensor) -> int:
+        """The number of a base that the plan reads, by its keys."""
+        return int(np.flatnonzero(self.bases[:, 0] == keys.data_ptr())[0])
 
 
 def build_plan(

@@ -501,7 +501,7 @@ def test_segments_in_eight_bits_come_with_their_scales() -> None:
     segments = [Segment(quantized, 0), Segment(MODULES[0], 6)]
     batch = planned([chunk(block_table([1], []), segments=segments)], tables)
     assert (batch.plan.plain_items, batch.plan.quantized_items) == (1, 1)
-    number = batch.plan.base_number(quantized.keys, quantized.values)
+    number = batch.plan.base_number(quantized.keys)
     assert batch.plan.items[:, 0].tolist()[1] == number
     assert quantized.key_scales is not None
     assert batch.plan.scales[number, 0] == quantized.key_scales.data_ptr()

@@ -30,12 +30,9 @@ from tests.tiny_models import random_tokens
 pytestmark = interpreted
 
 LENGTHS = (6, 2, 5)
-LATENT = ("kimi_linear", "bailing_hybrid")  # whose attention has no kernels
-OFTEN = ("bamba", "falcon_h1", "lfm2", "qwen3_5_text", "qwen3_next")
+OFTEN = ("bamba", "falcon_h1", "kimi_linear", "lfm2", "qwen3_5_text", "qwen3_next")
 FAMILIES = [
-    pytest.param(name, marks=() if name in OFTEN else pytest.mark.nightly)
-    for name in HYBRIDS
-    if name not in LATENT
+    pytest.param(name, marks=() if name in OFTEN else pytest.mark.nightly) for name in HYBRIDS
 ]
 
 

@@ -30,7 +30,7 @@ from ragcache.states.quantization import quantize
 from tests.interpreted import interpreted
 from tests.ragcache.engine.stepped_engine import SteppedCore
 from tests.ragcache.models.reference import FULL, SLIDING, tiny_gemma
-from tests.tiny_models import random_tokens, tiny_model
+from tests.tiny_models import LATENT, random_tokens, tiny_model
 
 pytestmark = interpreted
 
@@ -96,7 +96,7 @@ def assert_same_answers(found: list[RequestOutput], expected: list[RequestOutput
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "phi", "mpt"])
+@pytest.mark.parametrize("family", ["llama", "phi", "mpt", LATENT])
 def test_answers_are_those_of_the_ragged_runner(
     family: str, request: pytest.FixtureRequest
 ) -> None:

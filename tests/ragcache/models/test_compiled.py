@@ -25,7 +25,7 @@ from ragcache.models.compiled import (
 from ragcache.models.hf_patch import number_layers
 from tests.ragcache.attention.triton.own_tokens import OwnTokens
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, tiny_gemma
-from tests.tiny_models import FAMILIES, random_tokens, tiny_model
+from tests.tiny_models import FAMILIES, LATENT, random_tokens, tiny_model
 
 LAYERS = 3
 RMS_NORM = ("llama", "mistral", "qwen2", "qwen3", "phi3")
@@ -58,9 +58,11 @@ def _no_graphs_of_other_tests() -> None:
 
 
 def graph_count(family: str) -> int:
-    """One for all layers, and those before and behind them."""
+    """One for all layers, or for layers with experts and without, and those before and behind."""
     if family in GEMMAS:
         return 3 + (family == "gemma3")
+    if family == LATENT:
+        return 4
     return 1 + (family in ROTARY) + (family in RMS_NORM)
 
 
@@ -88,7 +90,7 @@ def ordinary(causal: CausalLM, tokens: list[int]) -> Tensor:
     "family",
     [
         pytest.param(name, marks=pytest.mark.nightly if name in SIMILAR else ())
-        for name in (*FAMILIES, *GEMMAS)
+        for name in (*FAMILIES, *GEMMAS, LATENT)
     ],
 )
 def test_one_graph_serves_layers_steps_and_row_counts(family: str) -> None:

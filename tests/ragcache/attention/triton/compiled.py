@@ -1,8 +1,8 @@
 """Compiles kernels for GPUs that need not be there, and prints what their machine code consists of.
 
 Run as a script by `test_compiled.py`, since a process that interprets kernels cannot compile them:
-`compiled.py KERNELS.py`, with {"kernel", "element", "capability", "constants", "warps", "stages"}
-as a line of JSON on standard input for each kernel.
+`compiled.py KERNELS.py ...`, with a line of JSON on standard input for each kernel: {"kernel",
+"element", "capability", "constants", "warps", "stages"}.
 """
 
 from __future__ import annotations
@@ -69,11 +69,19 @@ def _disassembled(cubin: bytes, triton: Path) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-if __name__ == "__main__":
-    spec = spec_from_file_location("kernels", sys.argv[1])
+def load_kernels(file: str) -> ModuleType:
+    """Import a file without running its package."""
+    spec = spec_from_file_location(Path(file).stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    modules = [load_kernels(each) for each in sys.argv[1:]]
     for line in sys.stdin:
-        print(json.dumps(count_instructions(module, json.loads(line))), flush=True)
+        case = json.loads(line)
+        owner = next(each for each in modules if hasattr(each, case["kernel"]))
+        print(json.dumps(count_instructions(owner, case)), flush=True)

@@ -35,10 +35,16 @@ class Scheme:
     softcap: float | None = None
     int8: bool = False
     sinking: bool = False
+    latent: int = 0
+    """Width of the latent at the end of a key."""
 
     @property
     def heads(self) -> HeadLayout:
-        return HeadLayout(self.kv_heads, self.group, self.dim)
+        return HeadLayout.of(self.num_heads, self.kv_heads, self.dim, self.latent)
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        return self.num_heads, self.latent or self.dim
 
     @property
     def num_heads(self) -> int:
@@ -110,7 +116,7 @@ class Step:
         """The slow builder: one loop over runs, cuts, blocks of entries and entries."""
         items: list[list[int]] = []
         entries: list[tuple[int, int, int, int]] = []
-        together = block_rows // self.scheme.group
+        together = block_rows // self.scheme.heads.group
         quantized = [isinstance(each, QuantizedStates) for each in [None, *self.documents]]
         for read in sorted(self.reads, key=lambda read: quantized[read.base]):
             for begin in range(read.begin, read.end, piece):
@@ -163,7 +169,8 @@ class Step:
 
     def _bases(self) -> tuple[list[list[int]], list[list[int]]]:
         bases, scales = [], []
-        for keys, values in [self.pool, *((d.keys, d.values) for d in self.documents)]:
+        for keys, kept in [self.pool, *((d.keys, d.values) for d in self.documents)]:
+            values = keys if self.scheme.latent else kept
             assert keys.stride() == values.stride()
             bases.append([keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1)])
         for each in [None, *self.documents]:
@@ -202,7 +209,7 @@ class _Making:
         merged[rows:] = torch.nan
         query = merged[:, : scheme.num_heads].transpose(0, 1)
         key = merged[:, scheme.num_heads : -scheme.kv_heads].transpose(0, 1)
-        value = merged[:, -scheme.kv_heads :].transpose(0, 1)
+        value = self.values_of(key, merged[:, -scheme.kv_heads :].transpose(0, 1))
         states = [self.document(n) for n in documents]
         wide = [[side.to(self.device) for side in self.exact(each)] for each in states]
         seen: list[list[Seen]] = []
@@ -212,7 +219,7 @@ class _Making:
         sizes = (LAYERS, scheme.kv_heads, BLOCK * len(numbers), scheme.dim)
         pool = (
             torch.full(sizes, torch.nan, dtype=self.dtype),
-            torch.full(sizes, torch.nan, dtype=self.dtype),
+            self.kept(torch.full(sizes, torch.nan, dtype=self.dtype)),
         )
         positions, slots, tails = [0] * total, [-1] * total, [-1] * total
         pages = [[POISON] * (max(needed, default=0) + 1) for _ in range(total)]
@@ -222,7 +229,8 @@ class _Making:
             places = [block * BLOCK + i for block in blocks for i in range(BLOCK)]
             past = places[: request.past]
             for side in pool:
-                side[:, :, past] = self.normal(LAYERS, scheme.kv_heads, request.past)
+                drawn = self.normal(LAYERS, scheme.kv_heads, request.past)
+                side[:, :, past] = drawn[..., : side.shape[-1]]
             before = sum(documents[n] for n, _ in request.reads) + 5
             origins = [11 * n + delta for n, delta in request.reads]  # of the bases' token 0
             cached = [
@@ -234,6 +242,7 @@ class _Making:
                 for (n, delta), origin in zip(request.reads, origins, strict=True)
             ]  # fmt: skip
             old = [side[LAYER][:, past].double() for side in pool]
+            old[1] = self.values_of(*old)
             new = [side[:, row : row + request.new].double() for side in (key, value)]
             own = torch.arange(before, before + request.past + request.new)
             written = Seen(
@@ -261,18 +270,19 @@ class _Making:
                 pages[row][: count - request.early] = blocks[request.early :]
             row += request.new
         queries = query.double().to(self.device)
-        expected = torch.zeros(total, scheme.num_heads, scheme.dim, dtype=torch.float64)
+        expected = torch.zeros(total, *scheme.out_shape, dtype=torch.float64)
         for at, found in enumerate(seen):
             expected[at] = definition(
                 queries[:, at], found, scheme.dim**-0.5, scheme.slopes(), positions[at],
                 window=scheme.window, softcap=scheme.softcap, sinks=scheme.sinks(),
             )  # fmt: skip
         projected = merged.to(self.device)
+        key = projected[:, scheme.num_heads : -scheme.kv_heads].transpose(0, 1)
         return Step(
             scheme, self.kind, self.dtype, self.device,
             projected[:, : scheme.num_heads].transpose(0, 1),
-            projected[:, scheme.num_heads : -scheme.kv_heads].transpose(0, 1),
-            projected[:, -scheme.kv_heads :].transpose(0, 1),
+            key,
+            self.values_of(key, projected[:, -scheme.kv_heads :].transpose(0, 1)),
             (pool[0].to(self.device), pool[1].to(self.device)),
             [self.on_device(each) for each in states],
             [read for read in reads if read.entries],
@@ -283,7 +293,7 @@ class _Making:
         """States of a document, tokens 3 to 3 + length; NaN around them."""
         inner = KVStates(
             self.normal(LAYERS, self.scheme.kv_heads, length),
-            self.normal(LAYERS, self.scheme.kv_heads, length),
+            self.kept(self.normal(LAYERS, self.scheme.kv_heads, length)),
             0,
         )
         if self.scheme.int8 and length % 2:  # the others stay
@@ -306,7 +316,15 @@ class _Making:
         if isinstance(states, QuantizedStates):
             plain = states.restore(torch.float64)
         keys, values = (side[LAYER, :, 3:-5].double() for side in (plain.keys, plain.values))
-        return keys, values
+        return keys, self.values_of(keys, values)
+
+    def kept(self, values: Tensor) -> Tensor:
+        """Values as they are kept: of no width where keys hold latents."""
+        return values[..., :0] if self.scheme.latent else values
+
+    def values_of(self, keys: Tensor, values: Tensor) -> Tensor:
+        """The latents at the ends of keys, or the values."""
+        return keys[..., -self.scheme.latent :] if self.scheme.latent else values
 
     def on_device(self, states: KVStates | QuantizedStates) -> KVStates | QuantizedStates:
         tensors = {each.name: getattr(states, each.name) for each in fields(states)}
@@ -316,6 +334,7 @@ class _Making:
 
 def make_kernels(step: Step, max_entries: int = 400, **options: Any) -> Any:
     """The kernels of the step's scheme, their partial results poisoned."""
+    from ragcache.attention.triton.latent_launch import LatentKernels
     from ragcache.attention.triton.launch import RotationTables, TritonKernels
 
     scheme, rotation, slopes = step.scheme, None, step.scheme.slopes()
@@ -323,7 +342,7 @@ def make_kernels(step: Step, max_entries: int = 400, **options: Any) -> Any:
         angles = torch.arange(1024).double()[:, None] * frequencies(scheme.rotated)
         cos, sin = (t.float().to(step.device) for t in (angles.cos(), angles.sin()))
         rotation = RotationTables(cos, sin, scheme.interleaved)
-    kernels = TritonKernels(
+    kernels = (LatentKernels if scheme.latent else TritonKernels)(
         scheme.heads, step.dtype, step.device, rotation,
         None if slopes is None else slopes.to(step.device),
         max_entries=max_entries, windows=(None, scheme.window) if scheme.window else (),
@@ -336,10 +355,8 @@ def make_kernels(step: Step, max_entries: int = 400, **options: Any) -> Any:
 
 def attend(step: Step, kernels: Any, tables: TableViews) -> Tensor:
     """[T, Hq, D] of the step, in memory that held NaN."""
-    out = torch.full(
-        (step.rows, step.scheme.num_heads, step.scheme.dim), torch.nan,
-        dtype=step.dtype, device=step.device,
-    )  # fmt: skip
+    shape = step.rows, *step.scheme.out_shape
+    out = torch.full(shape, torch.nan, dtype=step.dtype, device=step.device)
     sinks = step.scheme.sinks()
     kernels.attend(
         tables, step.kind, step.rows, LAYER, step.query, step.key, step.value, step.scale, out,
@@ -362,6 +379,8 @@ def written_as_given(step: Step, before: tuple[Tensor, Tensor]) -> bool:
     rows = [row for row, slot in enumerate(step.slots) if slot >= 0]
     places = [step.slots[row] for row in rows]
     for side, new, old in zip(step.pool, (step.key, step.value), before, strict=True):
+        if not side.numel():
+            continue
         wanted = old.clone()
         wanted[LAYER][:, places] = new[:, rows]
         if not torch.equal(wanted.nan_to_num(7), side.nan_to_num(7)):

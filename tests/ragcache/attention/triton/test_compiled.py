@@ -23,9 +23,22 @@ from tests.ragcache.attention.triton import compiled
 pytest.importorskip("triton", reason="triton is not installed")
 
 LLAMA_7B, LLAMA_8B = HeadLayout(32, 1, 128), HeadLayout(8, 4, 128)
+DEEPSEEK, DEEPSEEK_V3 = HeadLayout.of(16, 1, 576, 512), HeadLayout.of(128, 1, 576, 512)
 READER, PHI, GEMMA = HeadLayout(2, 7, 64), HeadLayout(32, 1, 80), HeadLayout(8, 2, 256)
 COPIES = {64: 24, 80: 48, 128: 48, 256: 24}
 """Asynchronous copies at least, by D: three stages of keys and values, for two loops."""
+
+
+def make_latent_kernels(heads: HeadLayout, capability: int) -> Any:
+    from ragcache.attention.triton import latent_launch, launch
+
+    angles, bfloat16 = torch.zeros(8, (heads.head_dim - heads.latent) // 2), torch.bfloat16
+    kernels = latent_launch.LatentKernels(
+        heads, bfloat16, "cpu", launch.RotationTables(angles, angles, True), max_entries=1,
+        config=latent_launch.choose_latent_config(heads, bfloat16, divmod(capability, 10)),
+    )  # fmt: skip
+    kernels.overlapped = capability >= 90
+    return kernels
 
 
 def make_kernels(heads: HeadLayout, capability: int, **options: Any) -> Any:
@@ -49,10 +62,11 @@ def instructions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     """Counts the instructions of a kernel. One process compiles all of them."""
     from ragcache.attention.triton import launch
 
-    source = Path(launch.__file__).with_name("kernels.py")
+    folder = Path(launch.__file__).parent
+    sources = [folder / "kernels.py", folder / "latent_kernels.py"]
     errors = tmp_path_factory.mktemp("compiler") / "errors"
     with errors.open("w") as log, subprocess.Popen(
-        [sys.executable, compiled.__file__, source], text=True, stdin=subprocess.PIPE,
+        [sys.executable, compiled.__file__, *sources], text=True, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=log, env={**os.environ, "TRITON_INTERPRET": "0"},
     ) as compiler:  # fmt: skip
         cases, found = compiler.stdin, compiler.stdout
@@ -156,3 +170,28 @@ def test_tail_spills_little(instructions: Compile, heads: HeadLayout, rows: int)
     counts = instructions("tail_kernel", 90, constants, config.warps, 1)
     assert counts["STL"] <= 8  # once a program: less than another warp takes
     assert counts["HMMA"] > 0 or heads.group == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "capability"), [(DEEPSEEK, 90), (DEEPSEEK_V3, 90), (DEEPSEEK, 80), (DEEPSEEK, 120)]
+)
+def test_latents_are_copied_asynchronously_and_spill_little(
+    instructions: Compile, heads: HeadLayout, capability: int
+) -> None:
+    from ragcache.attention.triton.latent_launch import choose_latent_tail
+
+    kernels = make_latent_kernels(heads, capability)
+    config, tail = kernels.configs["mixed"], choose_latent_tail(heads, torch.bfloat16)
+    constants = kernels.partial_constants(0), kernels.latent_tail_constants(0, tail)
+    numbers = config.warps, config.stages
+    found = instructions("latent_partial_kernel", capability, constants[0], *numbers)
+    assert found["LDGSTS"] >= 20
+    assert found["HGMMA" if capability == 90 else "HMMA"] > 0
+    assert found["STL"] <= 16  # once an item
+    assert found["shared"] <= (227 if capability == 90 else 99) * 1024
+    found = instructions("latent_tail_kernel", capability, constants[1], tail.warps, tail.stages)
+    assert found["HMMA"] > 0
+    assert found["LDGSTS"] >= 16
+    assert found["STL"] == 0
+    assert found["shared"] <= 99 * 1024 or heads == DEEPSEEK_V3

@@ -69,6 +69,9 @@ SCHEMES = {
     "int8 window": Scheme(int8=True, window=40),
     "sinks": Scheme(sinking=True, window=40),
     "sinks 3x1": Scheme(kv_heads=3, group=1, sinking=True),
+    "latents": Scheme(1, 4, 80, 16, interleaved=True, latent=64),
+    "latents of two parts": Scheme(1, 40, 60, 20, latent=40),
+    "latents int8": Scheme(1, 5, 48, 16, latent=32, int8=True),
     "much": Scheme(3, 2, 20, 12, interleaved=True, window=40, softcap=2.0, int8=True),
 }
 
@@ -79,7 +82,7 @@ def schemes(*quick: str, names: Iterable[str] = SCHEMES) -> pytest.MarkDecorator
     return pytest.mark.parametrize("name", [*quick, *slow])
 
 
-@schemes("much", "sinks", "sinks 3x1")
+@schemes("much", "sinks", "sinks 3x1", "latents", "latents of two parts", "latents int8")
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 def test_attention_equals_its_definition(name: str, kind: str) -> None:
     step = make_step(SCHEMES[name], kind, DOCUMENTS, REQUESTS[kind])

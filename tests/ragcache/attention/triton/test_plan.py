@@ -114,6 +114,21 @@ def lengths(plan: AttentionPlan) -> list[int]:
     return [end - begin for _, begin, end, *_ in plan.items.tolist()]
 
 
+@pytest.mark.parametrize(
+    ("heads", "parts", "group"), [(16, 1, 16), (20, 1, 20), (40, 2, 20), (128, 4, 32), (7, 1, 7)]
+)
+def test_heads_over_latents_are_divided(heads: int, parts: int, group: int) -> None:
+    layout = HeadLayout.of(heads, 1, 576, 512)
+    assert layout == HeadLayout(parts, group, 576, 512)
+    assert layout.value_dim == 512
+    assert HeadLayout.of(32, 8, 128) == HeadLayout(8, 4, 128)
+
+
+def test_a_base_of_latents_has_the_address_of_its_keys() -> None:
+    keys = torch.zeros(2, 1, 10, 48)
+    assert KVBase(keys, keys[..., :0]).addresses == (keys.data_ptr(), keys.data_ptr(), 480, 480)
+
+
 def test_long_items_come_first_and_those_in_eight_bits_last() -> None:
     reads = [
         KVRead(run_of(3, 0, 1500), [KVConsumer(0, 2)]),
@@ -124,10 +139,10 @@ def test_long_items_come_first_and_those_in_eight_bits_last() -> None:
     plan = build_plan(reads, rows=2, heads=HEADS, capacity=CAPACITY, min_keys=2000)
     assert lengths(plan) == [700, 10, 1500, 100]
     assert (plan.plain_items, plan.quantized_items) == (2, 2)
-    number = plan.base_number(*BASES[3])
+    number = plan.base_number(BASES[3][0])
     addresses = [SCALES[0].data_ptr(), SCALES[1].data_ptr()]
     assert plan.scales[number].tolist() == [*addresses, 2, 1, 2 * TOKENS, TOKENS]
-    assert plan.scales[plan.base_number(*BASES[1])].tolist() == [0] * 6
+    assert plan.scales[plan.base_number(BASES[1][0])].tolist() == [0] * 6
 
 
 def test_runs_are_cut_evenly_for_the_programs() -> None:
@@ -162,7 +177,7 @@ def test_the_pool_is_base_zero_and_views_share_a_base() -> None:
     assert plan.bases[:, 0].tolist() == [BASES[2][0].data_ptr(), keys.data_ptr()]
     assert plan.bases[:, 2:].tolist() == [[2 * TOKENS, TOKENS]] * 2
     assert plan.items[:, 0].tolist() == [1, 1]
-    assert plan.base_number(*BASES[2]) == 0
+    assert plan.base_number(BASES[2][0]) == 0
 
 
 @pytest.mark.parametrize("small", [

@@ -1,0 +1,117 @@
+"""Experts of mixtures as a GPU computes them, beside transformers' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from transformers import AutoConfig
+
+from ragcache.models.checkpoint import text_class
+from ragcache.models.experts import IMPLEMENTATION, use_expert_kernels
+from ragcache.models.families import family_of
+from ragcache.models.routers import rewriting
+from ragcache.models.trial import tiny_config
+from ragcache.models.trial import tiny_model as random_model
+from tests.interpreted import interpreted
+from tests.tiny_models import LATENT, tiny_model
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def model_of(family: str) -> Any:
+    """gpt-oss has weights the other way round, biases, and a gate of its own."""
+    if family not in ("gpt_oss", "deepseek_v2"):
+        return tiny_model(family)
+    latents = {"kv_lora_rank": 64, "q_lora_rank": None, "num_experts_per_tok": 2}
+    whole = AutoConfig.for_model(family, **(latents if family == "deepseek_v2" else {}))
+    return random_model(text_class(whole), tiny_config(whole, family_of(whole)), 7)
+
+
+def experts_of(model: Any) -> Any:
+    return next(m for m in model.modules() if hasattr(m, "is_transposed"))
+
+
+def drawn(rows: int, chosen: int, experts: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    numbers = torch.rand(rows, experts, generator=generator).topk(chosen).indices
+    hidden = torch.randn(rows, width, generator=generator)
+    return hidden, numbers, torch.rand(rows, chosen, generator=generator)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", LATENT])
+@torch.inference_mode()
+def test_experts_are_those_of_transformers(family: str) -> None:
+    model = model_of(family)
+    experts = experts_of(model)
+    inputs = [drawn(rows, 2, experts.num_experts, 64) for rows in (1, 7, 60)]
+    hidden = [(torch.nn.functional.pad(x, (0, _width(model) - 64)), *rest) for x, *rest in inputs]
+    expected = [experts(*each) for each in hidden]
+    use_expert_kernels(model)
+    assert model.config._experts_implementation == IMPLEMENTATION
+    for each, wanted in zip(hidden, expected, strict=True):
+        torch.testing.assert_close(experts(*each), wanted, **CLOSE)
+
+
+def _width(model: Any) -> int:
+    return int(model.config.hidden_size)
+
+
+@interpreted
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rows", [1, 9, 70])
+def test_one_kernel_multiplies_few_rows(rows: int, *, turned: bool) -> None:
+    from ragcache.models.expert_kernels import multiply_few
+
+    hidden, experts, _ = drawn(rows, 3, 5, 40)
+    weight = torch.randn(5, 40, 72)
+    if turned:
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    for given in (hidden, hidden.repeat_interleave(3, 0)):
+        order = torch.empty(3 * rows, dtype=torch.int64)
+        found = multiply_few(given, weight, experts, 256, order)
+        pairs = zip(
+            given.repeat_interleave(len(found) // len(given), 0), experts.flatten(), strict=True
+        )
+        expected = torch.stack([row @ weight[expert] for row, expert in pairs])
+        torch.testing.assert_close(found, expected, **CLOSE)
+        assert order.tolist() == list(range(3 * rows))
+        found = multiply_few(given, weight, experts, 256, gated=True)
+        gate, values = expected.chunk(2, -1)
+        torch.testing.assert_close(found, torch.nn.functional.silu(gate) * values, **CLOSE)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_kernel_chooses_experts(dtype: torch.dtype) -> None:
+    from ragcache.models.expert_kernels import choose_few
+
+    scores = torch.stack([torch.randperm(60) for _ in range(5)]).to(dtype) - 30
+    scores[0, 4:] = -torch.inf
+    values, places = choose_few(scores, 6)
+    expected = scores.topk(6)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(places[1:], expected.indices[1:])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2"])
+def test_routers_are_rewritten_with_equal_results(family: str) -> None:
+    """deepseek_v2 multiplies in float32."""
+    model = model_of(family).bfloat16()
+    router = next(m for m in model.modules() if type(m).__name__.endswith("Router"))
+    graphs: list[fx.GraphModule] = []
+
+    def keep(graph: fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    hidden = torch.randn(9, _width(model)).bfloat16()
+    with torch.inference_mode():
+        expected = router(hidden)
+        found = torch.compile(router, backend=rewriting(keep), fullgraph=True)(hidden)
+    torch.testing.assert_close(found, expected)
+    targets = [str(node.target) for node in graphs[0].graph.nodes]
+    assert "ragcache.choose_experts.default" in targets
+    assert ("ragcache.multiply_exactly.default" in targets) == (family == "deepseek_v2")
