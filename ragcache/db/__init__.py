@@ -2,10 +2,11 @@
 
 from ragcache.db.api_keys import ApiKeyRow, ApiKeys
 from ragcache.db.catalog import Catalog, CollectionContents
-from ragcache.db.collection_version import CollectionTexts, CollectionVersion
 from ragcache.db.conversations import ConversationDeletion, ConversationStates
 from ragcache.db.database import Database
 from ragcache.db.documents import (
+    CollectionTexts,
+    CollectionVersion,
     Deletion,
     DocumentRow,
     ModuleRow,

@@ -18,14 +18,12 @@ from sqlalchemy.orm import Session
 
 from ragcache.db import jobs
 from ragcache.db.collection_settings import CollectionSettings
-from ragcache.db.collection_version import (
+from ragcache.db.database import Database, StaleCache, Unchanged
+from ragcache.db.documents import (
     EPOCH,
     CollectionTexts,
     CollectionVersion,
     Contents,
-)
-from ragcache.db.database import Database, StaleCache, Unchanged
-from ragcache.db.documents import (
     Deletion,
     DocumentRow,
     ModuleRow,

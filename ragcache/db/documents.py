@@ -1,4 +1,4 @@
-"""Documents and modules as rows: how they are stored, read and deleted.
+"""Documents and modules as rows, and the versions of the collections that they make up.
 
 The functions run in the transaction of a `Catalog`. `owner` is the id of a collection.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from sqlalchemy import delete, select
@@ -27,6 +27,48 @@ from ragcache.db.tables import (
 )
 from ragcache.errors import DocumentsChanged
 from ragcache.states import KVKey
+
+EPOCH = 1 << 22
+"""A collection's revisions start at a random multiple of this."""
+
+
+class CollectionTexts(NamedTuple):
+    """Texts that a collection's modules see when they are encoded."""
+
+    instruction: str | None = None
+    """Instruction of its prompts. Defaults to the folder's instruction."""
+    priming: str | None = None
+    """Text in front of modules in later places. Defaults to the built-in one."""
+
+
+class CollectionVersion(NamedTuple):
+    """Version of a collection. Every change of the collection changes it."""
+
+    collection: int
+    """Id of the collection."""
+    revision: int
+    scaffold: int = 0
+    """Id of the newest scaffold. 0 without one."""
+    instruction: str | None = None
+    """As in `CollectionTexts`."""
+    priming: str | None = None
+    """As in `CollectionTexts`."""
+    calibrations: str | None = None
+    """Calibrations of its answers, as `ragcache.answers.confidence` writes them."""
+
+    @property
+    def texts(self) -> CollectionTexts:
+        """Texts that its modules see when they are encoded."""
+        return CollectionTexts(self.instruction, self.priming)
+
+    def covers(self, other: CollectionVersion) -> bool:
+        """Whether documents at this version are at least as new as at another version.
+
+        Revisions are only compared within an epoch: ids of deleted collections are used again.
+        """
+        mine, its = self.revision, other.revision
+        same = self.collection == other.collection and mine // EPOCH == its // EPOCH
+        return same and mine >= its
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +192,14 @@ class ModuleRow:
         """Titles above the module, outermost first."""
         headings = self.details.get("headings", ())  # a loader's metadata may use this name, too
         return tuple(map(str, headings)) if isinstance(headings, list) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The modules of a collection at a version."""
+
+    version: CollectionVersion
+    modules: Sequence[ModuleRow]
 
 
 def insert_rows(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ragcache.db import Catalog, CollectionVersion, ModuleRow, Vectors
-from ragcache.db.collection_version import Contents
+from ragcache.db.documents import Contents
 from ragcache.errors import (
     ConfigurationError,
     EngineClosed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,13 +30,14 @@ def without_seam(mixers: Any, inputs: Tensor, channels: slice) -> Tensor:
     return convolved(mixers, inputs, channels)
 
 
-def without_decay(self: DeltaRule, transition: Tensor, increment: Tensor, inputs: Any) -> Any:
-    del self
-    inputs = type(inputs)(inputs.keys, inputs.values, inputs.decays * 0, inputs.steps)
-    return extend(DeltaRule(), transition, increment, inputs)
+def without_decay(self: DeltaRule, queries: Tensor, inputs: Any, state: Tensor, first: int) -> Any:
+    """A module's outputs and states are right, and its map is not."""
+    wrong = type(inputs)(inputs.keys, inputs.values, inputs.decays * 0, inputs.steps)
+    found = read(self, queries, wrong, state, first).map
+    return replace(read(self, queries, inputs, state, first), map=found)
 
 
-convolved, extend = composition._convolved, DeltaRule.extend
+convolved, read = composition._convolved, DeltaRule.read
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ convolved, extend = composition._convolved, DeltaRule.extend
     [
         (composition, "apply_map", without_transition),
         (composition, "_convolved", without_seam),
-        (DeltaRule, "extend", without_decay),
+        (DeltaRule, "read", without_decay),
     ],
     ids=["transition", "seam", "decay"],
 )
