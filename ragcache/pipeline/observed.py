@@ -149,7 +149,7 @@ class ObservedModules:
         self._prompts: deque[_Prompt] = deque()
         self._characters = 0  # of these prompts
         self._waiting: dict[str, _WaitingText] = {}
-        self._works = False  # whether the thread is about to look at both
+        self._works = False  # whether a turn of the thread, which looks at both, has yet to begin
         self._prompted = -_PAUSE_SECONDS  # time of the last prompt
         self._table = FingerprintTable(Fingerprints.of(()))
         self._lock = threading.Lock()
@@ -358,20 +358,15 @@ class ObservedModules:
                 self._background.submit(self._work)
 
     def _work(self) -> None:
-        """Compare prompts and encode texts, as long as any wait. Runs in the background."""
-        time.sleep(_LAUNCH_SECONDS)
-        try:
-            while self._has_work():
-                self._compare()
-                self._promote()
-        except BaseException:
-            self._works = False
-            raise
+        """Compare prompts, and encode texts that wait. Runs in the background.
 
-    def _has_work(self) -> bool:
+        What comes from here on has another turn, behind records of modules and other namespaces.
+        """
+        time.sleep(_LAUNCH_SECONDS)
         with self._lock:
-            self._works = bool(self._prompts or self._waiting)
-            return self._works
+            self._works = False
+        self._compare()
+        self._promote()
 
     def _compare(self) -> None:
         """Queue the texts of new prompts that recur and are not modules yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -194,6 +195,31 @@ def test_texts_wait_together_under_constant_load(
     assert len(rag.modules.observed.all()) == 4
     readings = module._MOST_SECONDS * 1e3
     assert 0 < len(slept) <= readings, "no text waits for the one before it"
+
+
+def test_constant_load_leaves_others_their_turns(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of one namespace come without a pause. Another one's texts are encoded meanwhile."""
+    busy, other = rag.modules.observed, rag.within("other")
+    prompts = iter(range(10, 10**6))
+    ends = threading.Event()
+    compare = busy._compare
+
+    def compare_with_another() -> None:
+        compare()
+        if not ends.is_set():
+            busy.find(chat([1, next(prompts)], "Who?")[0]["content"], [], ROOTED)
+
+    monkeypatch.setattr(busy, "_compare", compare_with_another)
+    try:
+        busy.find(chat([1], "Who?")[0]["content"], [], ROOTED)
+        for seeds in ([2, 3], [4, 2]):
+            other.modules.observed.find(chat(seeds, "Who?")[0]["content"], [], ROOTED)
+            rag.internals.shared.observing.submit(int).result(60)
+        assert other.modules.observed.all()
+    finally:
+        ends.set()
 
 
 def counted_work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
