@@ -201,6 +201,21 @@ def frozen_heap() -> Iterator[None]:
                 gc.unfreeze()
 
 
+@contextmanager
+def garbage_collector_paused() -> Iterator[None]:
+    """Pause the garbage collector.
+
+    It takes a third of the time of reading 100,000 rows, which have no cycles.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def available_memory() -> int:
     """Bytes that this process can still take: of the machine, or of its control group."""
     return host_memory()["available_bytes"]

@@ -12,8 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from sqlalchemy import func, select
+
 from ragcache.db.ledger import Ledger
+from ragcache.db.references import is_unowned, retire
 from ragcache.db.state_rows import StateRow
+from ragcache.db.tables import SessionTable, StateTable
 from ragcache.errors import (
     LedgerUnavailable,
     RemoteUnavailable,
@@ -152,6 +156,36 @@ class PersistentTiers:
         rows = list(rows)
         for index in self.indexes:
             self._memory.load_rows(index, [row for row in rows if row.tier == index.name])
+
+    def recover(self, rows: Sequence[StateRow]) -> None:
+        """Remove what a killed process left: states without an owner, rows without a blob, and
+        blobs without a row.
+
+        Blobs that a living process is writing stay.
+
+        Args:
+            rows: The ledger's rows of all tiers.
+        """
+        with self._ledger.database.reading() as session:
+            alone = session.scalar(select(func.count()).select_from(SessionTable)) == 1
+            retired = list(session.scalars(select(StateTable.key).where(is_unowned()).distinct()))
+        if retired:
+            with self._ledger.database.transaction() as session:
+                retired = retire(session, retired)
+        self.discard(retired)
+        for index in self.indexes:
+            if index.tier.traits.shared:
+                continue  # slow to list; `verify` does
+            sizes = {row.key: row.nbytes for row in rows if row.tier == index.name}
+            for key in retired:
+                sizes.pop(key, None)
+            blobs = set(index.tier.scan(sizes))
+            vanished = sorted(sizes.keys() - blobs)
+            if vanished:
+                self.evict(index, vanished, "corrupt")
+            self.discard(sorted(blobs - sizes.keys()))
+            if alone:
+                index.tier.remove_parts(0.0)
 
     def learn_uses(self) -> None:
         """Take over uses by other processes and uses in memory tiers.

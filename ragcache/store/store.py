@@ -37,12 +37,12 @@ from ragcache.errors import (
     StoreError,
     StoreFull,
 )
+from ragcache.machine import garbage_collector_paused
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KVDtype, StoredStates
 from ragcache.store.leases import CLAIM_PATIENCE, Lease, LeaseManager, LeaseRequest
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import PersistentTiers, SingleFlight
-from ragcache.store.recovery import garbage_collector_paused, recover
 from ragcache.store.tiers import DiskTier, HostTier, Tier
 from ragcache.store.tiers.host import Reserve
 from ragcache.store.tiers.ranks import RankCopies
@@ -159,7 +159,7 @@ class KVStore:
             rows = self.ledger.begin()
             self.persistent.learn(rows)
             self.persistent.learned = self.ledger.tick
-        recover(self.ledger, self.persistent, rows)
+        self.persistent.recover(rows)
         self._run("heart", HEARTBEAT_SECONDS, KVStore.heartbeat)
         self._run("sweep", SWEEP_SECONDS, KVStore.sweep)
         if not self.remote_checked:  # in a thread of its own, because the remote may hang
