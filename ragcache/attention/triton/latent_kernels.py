@@ -169,44 +169,27 @@ def _attend_latents(
     top = tl.full([BM], LOWEST, tl.float32)
     weight = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, CP], tl.float32)
-    for n in tl.range(0, full, BN, num_stages=STAGES):
-        acc, top, weight = _attend_block(
-            acc,
-            top,
-            weight,
-            q_turned,
-            q_latent,
-            keys,
-            n,
-            high,
-            limit,
-            scale,
-            R,
-            RP,
-            C,
-            CP,
-            False,
-            BN,
-        )
-    for n in tl.range(full, high, BN, num_stages=STAGES):
-        acc, top, weight = _attend_block(
-            acc,
-            top,
-            weight,
-            q_turned,
-            q_latent,
-            keys,
-            n,
-            high,
-            limit,
-            scale,
-            R,
-            RP,
-            C,
-            CP,
-            True,
-            BN,
-        )
+    for masked in tl.static_range(2):  # the tokens that every row sees, then the others
+        end = high if masked else full
+        for n in tl.range(full * masked, end, BN, num_stages=STAGES):
+            acc, top, weight = _attend_block(
+                acc,
+                top,
+                weight,
+                q_turned,
+                q_latent,
+                keys,
+                n,
+                high,
+                limit,
+                scale,
+                R,
+                RP,
+                C,
+                CP,
+                masked,
+                BN,
+            )
     return acc, top, weight
 
 
