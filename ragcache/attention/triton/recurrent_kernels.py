@@ -104,7 +104,7 @@ def recur_kernel(
     number, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(chain + CHAIN * number)
     end = tl.load(chain + CHAIN * number + 1)
-    while first < end:  # and not only if so: chains without rows need no programs
+    while first < end:  # chains behind the last one have no rows, and need no program
         before = tl.load(chain + CHAIN * number + 2)
         keys = tl.arange(0, DKP)
         values = tl.program_id(2) * BV + tl.arange(0, BV)
