@@ -360,7 +360,7 @@ class ObservedModules:
     def _work(self) -> None:
         """Compare prompts, and encode texts that wait. Runs in the background.
 
-        What comes from here on has another turn, behind records of modules and other namespaces.
+        Later prompts have another turn, behind records of modules and other namespaces.
         """
         time.sleep(_LAUNCH_SECONDS)
         with self._lock:

@@ -158,7 +158,7 @@ class PersistentTiers:
             self._memory.load_rows(index, [row for row in rows if row.tier == index.name])
 
     def recover(self, rows: Sequence[StateRow]) -> None:
-        """Remove what a killed process left: states without an owner, rows without a blob, and
+        """Remove remains of killed processes: states without an owner, rows without a blob, and
         blobs without a row.
 
         Blobs that a living process is writing stay.
