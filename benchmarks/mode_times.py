@@ -110,27 +110,36 @@ def bench_modes(
         try:
             asker = Asker(session)
             for count in load.placed:
-                for mode in setting.modes:
-                    progress(f"{name}: {count} documents, {mode}")
-                    rows.append(
-                        {"shape": name, "documents": count, "mode": mode}
-                        | _measured(asker, ReuseMode.parse(mode), count, setting)
-                    )
+                progress(f"{name}: {count} documents")
+                for mode, figures in _measured(asker, count, setting).items():
+                    rows.append({"shape": name, "documents": count, "mode": mode} | figures)
         finally:
             session.close()
     return {"rows": rows, "machine": describe_machine()}
 
 
-def _measured(asker: Asker, mode: ReuseMode, count: int, setting: TimesSetting) -> dict[str, float]:
-    for _ in range(setting.warm):
-        asker.ask(mode, count, 2)
-    first = [asker.ask(mode, count, 1) for _ in range(setting.runs)]
-    long = [asker.ask(mode, count, setting.new_tokens) for _ in range(setting.runs)]
+def _measured(asker: Asker, count: int, setting: TimesSetting) -> dict[str, dict[str, float]]:
+    """Ask in all modes in turns, so that a slower minute is one of all modes."""
+    modes = {mode: ReuseMode.parse(mode) for mode in setting.modes}
+
+    def asked(runs: int, new_tokens: int) -> dict[str, list[Asked]]:
+        turns = [
+            {name: asker.ask(mode, count, new_tokens) for name, mode in modes.items()}
+            for _ in range(runs)
+        ]
+        return {name: [turn[name] for turn in turns] for name in modes}
+
+    asked(setting.warm, 2)
+    first, long = asked(setting.runs, 1), asked(setting.runs, setting.new_tokens)
+    return {mode: _medians(first[mode], long[mode], setting.new_tokens) for mode in modes}
+
+
+def _medians(first: list[Asked], long: list[Asked], new_tokens: int) -> dict[str, float]:
     seconds = statistics.median(each.seconds for each in first)
     steps = statistics.median(each.seconds for each in long) - seconds
     return {
         "first_token_ms": 1e3 * seconds,
-        "step_ms": 1e3 * steps / (setting.new_tokens - 1),
+        "step_ms": 1e3 * steps / (new_tokens - 1),
         "computed": statistics.median(each.computed for each in first),
         "segments": statistics.median(each.segments for each in first),
     }

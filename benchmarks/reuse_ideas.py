@@ -14,6 +14,8 @@ class ReuseVariant:
             with modules 2..k in reverse order.
         first: Tokens at the front of modules 2..k that are computed: the last number counts for
             all modules after it.
+        share: Tokens at the front of modules 2..k that are computed, as many of each, in percent
+            of all module tokens.
         last: Tokens at the end of all modules but the last one that are computed.
         chosen: What chooses further runs: "question", "layer" (CacheBlend), "oracle".
         percent: Share of all module tokens that are chosen, in percent.
@@ -28,6 +30,7 @@ class ReuseVariant:
 
     states: str
     first: tuple[int, ...] = (0,)
+    share: float = 0.0
     last: int = 0
     chosen: str = ""
     percent: float = 0.0
@@ -45,8 +48,10 @@ def _all_variants() -> dict[str, ReuseVariant]:
     found = {
         "exact": ReuseVariant("exact"), "rooted": rooted, "primed": primed,
         "primed:8": replace(primed, first=(8,)),
-        "primed:16": primed16, "primed:32": replace(primed, first=(32,)),
+        "primed:16": primed16, "primed:24": replace(primed, first=(24,)),
+        "primed:32": replace(primed, first=(32,)),
         "primed:64": replace(primed, first=(64,)), "primed:128": replace(primed, first=(128,)),
+        "primed, first 5 %": replace(primed, share=5.0),
         "linked:16": replace(rooted, first=(16,)),
         "blend:20": replace(rooted, chosen="layer", percent=20),
         "primed, question 5 %": replace(primed, chosen="question", percent=5),
@@ -92,6 +97,18 @@ VARIANTS = _all_variants()
 
 CORE = ["exact", "rooted", "primed", "primed:16", "primed:64"]
 """Variants that are measured on all prompts."""
+
+WIDE = [
+    "exact", "rooted", "primed", "primed:8", "primed:16", "primed, first 5 %", "primed:24",
+    "primed:64", "exact, other order",
+]  # fmt: skip
+"""Variants that compute few tokens, and another order of documents."""
+
+AT_MOST_5 = [
+    "exact", "rooted", "primed:16", "similar, 16", "3 similar, 16", "primed, question 5 %",
+    "primed:8, question 2.5 %", "primed:16, bias -0.25",
+]  # fmt: skip
+"""Further variants that compute at most 5 % of the tokens, for prompts with similar modules."""
 
 LATER = [
     *CORE, "primed:128", "linked:16", "blend:20",

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from reuse_ideas import CORE, LATER, VARIANTS
+from reuse_ideas import AT_MOST_5, CORE, LATER, VARIANTS, WIDE
 
 MAIN = 4, 384
 """Number and size of the modules that are measured first."""
@@ -87,6 +87,12 @@ def schedule(
             left = [p for p in prompts if key_of(p.row) not in done]
             yield CORE, [p for p in left if p.setting == MAIN]
             yield CORE, [p for p in left if p.setting != MAIN]
+        elif part == "other settings":
+            yield CORE, [p for p in prompts if p.setting != MAIN]
+        elif part == "wide":
+            yield WIDE, [p for p in main if key_of(p.row) not in done]
+        elif part == "at most 5":
+            yield AT_MOST_5, [p for p in main if p.similar]
         else:
             chosen = [p for p in first if p.similar or part == "all"]
             yield list(VARIANTS) if part == "all" else LATER, chosen

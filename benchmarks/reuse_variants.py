@@ -280,8 +280,10 @@ class VariantComparison:
         """Return the positions of module tokens that are computed in prompt `n`."""
         starts, modules = self.starts[n], self.prompts[n].modules
         found: set[int] = set()
+        total = sum(map(len, modules))
+        share = round(total * variant.share / 100 / max(1, len(modules) - 1))
         for m, module in enumerate(modules):
-            if m and (first := variant.first[min(m, len(variant.first)) - 1]):
+            if m and (first := share or variant.first[min(m, len(variant.first)) - 1]):
                 found |= set(range(starts[m], starts[m] + min(first, len(module))))
             if variant.last and m < len(modules) - 1:
                 found |= set(range(starts[m + 1] - min(variant.last, len(module)), starts[m + 1]))
@@ -537,7 +539,9 @@ def main() -> None:
     one.add_argument("--batch-tokens", type=int, default=2**13)
     one.add_argument("--full", type=int, default=40, help="Prompts of a set with all variants.")
     one.add_argument(
-        "--parts", default="all,core", help="Of all, later, masses and core, in order."
+        "--parts",
+        default="all,core",
+        help="Of all, later, masses, wide, core, other settings and at most 5, in order.",
     )
     one.add_argument("--known", type=Path, help="JSON list of keys that are measured already.")
     one.add_argument("--answer-tokens", type=int, default=24)

@@ -86,6 +86,7 @@ def test_variants_that_compute_all_tokens_are_exact(model: tuple[Any, PlainModel
         assert row["rooted"]["kl"] > 1e-7
         assert all(each["length"] == 4 for each in row.values())
         assert row["primed:16"]["computed"] == 9 + 16
+        assert row["primed, first 5 %"]["computed"] == 2, "one token of each later module"
         assert 2.5 <= row["primed, question 5 %"]["computed"] <= 10, "whole runs"
         assert row["exact, bfloat16 states"]["kl"] < row["rooted"]["kl"]
     assert replace(VARIANTS["primed"], first=(16,)) == VARIANTS["primed:16"]
