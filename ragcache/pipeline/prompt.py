@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 from ragcache.db import Catalog, ModuleRow
 from ragcache.engine import Context, Segment
@@ -83,12 +84,29 @@ class CachedSpan:
         own = None if token_ids is None else token_ids[self.begin : self.end]
         name, part = self.name(key, states.length), states
         if (self.begin, self.end) != (0, states.length):
-            part = states.part(self.begin, self.end, states.start + self.offset)
+            part = _part_of(states, self.begin, self.end, states.start + self.offset)
         return Segment(part, self.start, name, own)
 
     def shortened(self) -> CachedSpan:
         """Return the span without its last token."""
         return replace(self, end=self.end - 1)
+
+
+_MOST_PARTS = 4
+_parts = WeakKeyDictionary[StoredStates, dict[tuple[int, int, int], StoredStates]]()
+"""Parts of states that prompts read last, at most `_MOST_PARTS` each, by `begin`, `end` and `start`
+(`KVStates.part`). The plans of a GPU's steps remember states by object."""
+
+
+def _part_of(states: StoredStates, begin: int, end: int, start: int) -> StoredStates:
+    """Return `states.part(begin, end, start)`, the same object as for the prompts before."""
+    known = _parts.setdefault(states, {})
+    part = known.get((begin, end, start))
+    if part is None:
+        if len(known) >= _MOST_PARTS:
+            known.clear()
+        part = known[begin, end, start] = states.part(begin, end, start)
+    return part
 
 
 class PromptStates(Protocol):

@@ -15,6 +15,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import ref
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from ragcache.pipeline.ask import AskPipeline, lay_out
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
 from ragcache.pipeline.prompt import (
     AskedQuestion,
+    CachedSpan,
     ModuleGroup,
     ModuleStates,
     PromptLayout,
@@ -553,6 +555,18 @@ def test_a_rooted_prompt_reads_everything_but_the_question(pipeline: AskPipeline
         (Citation("leave", "leave#1", "/leave", 1 / 3, text=ROWS[2].text), 1),
         (Citation("boats", "boats#1", "/boats", 1.0, text=ROWS[0].text), 2),
     )
+
+
+def test_prompts_read_the_same_object_until_the_states_are_gone() -> None:
+    states = KVStates(torch.zeros(1, 1, 9, 4), torch.zeros(1, 1, 9, 4), 3)
+    spans = [CachedSpan(0, begin, 9, 20, begin) for begin in range(1, 7)]
+    parts = [span.segment(KVKey("key"), states).states for span in spans]
+    assert [(part.length, part.start) for part in parts] == [(9 - n, 3 + n) for n in range(1, 7)]
+    assert spans[-1].segment(KVKey("key"), states).states is parts[-1]
+    assert spans[0].segment(KVKey("key"), states).states is not parts[0], "few are kept"
+    part = ref(parts[-1])
+    del parts, states
+    assert part() is None
 
 
 def test_an_exact_prompt_reads_nothing(pipeline: AskPipeline) -> None:
