@@ -2,20 +2,22 @@
 
 transformers reads a GGUF file for minutes of processor time whenever a process opens it: it parses
 the metadata four times, one number at a time, and multiplies the weights out in one thread.
-`convert_gguf` parses the file once, multiplies the weights out in all threads, and keeps the result
-as any other checkpoint: weights in bfloat16, configuration, tokenizer and chat template. A
+`convert_gguf` parses the file once, multiplies the weights out by `gguf.c`, and keeps the result as
+any other checkpoint: weights in bfloat16, configuration, tokenizer and chat template. A
 checkpoint belongs to the digest of its file, so that a changed file is converted again and a moved
 one is not.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,14 @@ import numpy as np
 import torch
 import xxhash
 from filelock import FileLock
+from huggingface_hub import split_torch_state_dict_into_shards
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ragcache.errors import ConfigurationError
 from ragcache.files import sync
+from ragcache.models.native import load_kernels
 from ragcache.models.plain import PlainConfig, unknown_entry
 from ragcache.models.quiet import quiet_loading
 
@@ -36,7 +40,8 @@ CONVERSION = 1
 """Version of the conversion. Raise it if the same file becomes another checkpoint."""
 _STEPS = 10  # lines that report the progress of one conversion
 _PIECE = 2**22  # bytes of a file that are read at once
-_WEIGHTS = 2**22  # weights that are multiplied out at once
+_WEIGHTS = 2**22  # weights that are multiplied out at once without compiled functions
+_SHARD = 2**28  # bytes of one file of weights
 _HEADER = 12  # bytes of an array in the metadata before its elements: their type and number
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -109,6 +114,8 @@ def _digest(file: Path) -> str:
 
 def _write_checkpoint(file: Path, folder: Path) -> None:
     """Write the checkpoint of a GGUF file under another name, sync it, and name it `folder`."""
+    compiling = threading.Thread(target=load_kernels)
+    compiling.start()  # a compiler works while transformers is imported
     from transformers import AutoConfig, AutoTokenizer
 
     from ragcache.models.families import family_of
@@ -117,12 +124,13 @@ def _write_checkpoint(file: Path, folder: Path) -> None:
     part = folder.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
     try:
-        with quiet_loading(), _quick_reading(file) as reader:
+        with quiet_loading(), _quick_reading(file) as source:
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
             family_of(config).check(config)  # before anything is multiplied out
             tokenizer.save_pretrained(part)
-            if not _write_plain(reader, config, part):
+            compiling.join()
+            if not _write_plain(source, config, part):
                 _write_model(file, config, part)
         for written in (*part.iterdir(), part):
             sync(written)
@@ -143,7 +151,7 @@ def _write_model(file: Path, config: Any, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _write_plain(reader: Any, config: Any, folder: Path) -> bool:
+def _write_plain(source: _Source, config: Any, folder: Path) -> bool:
     """Write configuration and weights of a plain model, which need no model of transformers.
     Returns whether it is one."""
     from transformers import GenerationConfig
@@ -152,15 +160,43 @@ def _write_plain(reader: Any, config: Any, folder: Path) -> bool:
 
     if unknown_entry(PlainConfig(**config.to_dict())) is not None:
         return False
-    names = {tensor.name: _plain_name(tensor.name) for tensor in reader.tensors}
-    if None in names.values():
-        return False
-    weights = {names[tensor.name]: _weight(tensor, config) for tensor in reader.tensors}
+    tensors = {}
+    for tensor in source.reader.tensors:
+        if (name := _plain_name(tensor.name)) is None:
+            return False
+        tensors[name] = tensor
     config.dtype, config.architectures = torch.bfloat16, [text_class(config).__name__]
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_weights(source, tensors, config, folder)
     return True
+
+
+def _write_weights(source: _Source, tensors: Mapping[str, Any], config: Any, folder: Path) -> None:
+    """Write weights. A file is written while the weights of the next are multiplied out."""
+    shapes = {
+        name: torch.empty(_shape(each), dtype=torch.bfloat16, device="meta")
+        for name, each in tensors.items()
+    }
+    split = split_torch_state_dict_into_shards(
+        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=_SHARD
+    )
+    with ThreadPoolExecutor(1) as writer:
+        written: list[Future[None]] = []
+        for file, names in split.filename_to_tensors.items():
+            weights = {name: _weight(source, tensors[name], config) for name in names}
+            wait(written)  # no more than two files are in memory
+            written.append(writer.submit(_save, weights, folder / file))
+        for each in written:
+            each.result()
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _save(weights: dict[str, Tensor], file: Path) -> None:
+    save_file(weights, file, metadata={"format": "pt"})
+    sync(file)
 
 
 def _plain_name(name: str) -> str | None:
@@ -172,15 +208,10 @@ def _plain_name(name: str) -> str | None:
     return None if known is None else f"{known}.{kind}"
 
 
-def _weight(tensor: Any, config: Any) -> Tensor:
+def _weight(source: _Source, tensor: Any, config: Any) -> Tensor:
     """A weight of a GGUF file in bfloat16."""
-    import gguf
-
-    weight = torch.empty([int(size) for size in reversed(tensor.shape)], dtype=torch.bfloat16)
-    rows = max(1, _WEIGHTS * len(weight) // weight.numel())
-    for begin in range(0, len(weight), rows):  # small pieces of float32 reuse the same memory
-        piece = gguf.dequantize(tensor.data[begin : begin + rows], tensor.tensor_type)
-        weight[begin : begin + rows] = torch.from_numpy(piece)
+    weight = torch.empty(_shape(tensor), dtype=torch.bfloat16)
+    source.multiply_out(tensor.data, tensor.tensor_type, weight)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     count = heads.get(tensor.name.split(".")[-2])
     if count is None or config.model_type not in _INTERLEAVED:
@@ -189,46 +220,82 @@ def _weight(tensor: Any, config: Any) -> Tensor:
     return weight.view(count, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
+def _shape(tensor: Any) -> list[int]:
+    """Shape of a tensor of a GGUF file, which names the last dimension first."""
+    return [int(size) for size in reversed(tensor.shape)]
+
+
+class _Source:
+    """A parsed GGUF file.
+
+    Attributes:
+        reader: The file's reader.
+    """
+
+    def __init__(self, file: Path) -> None:
+        import gguf
+
+        self.reader = _quick_reader()(file)
+        self._sizes, self._library, self._name = gguf.GGML_QUANT_SIZES, gguf.dequantize, file.name
+        self._total, self._done = sum(each.n_elements for each in self.reader.tensors), 0
+
+    def multiply_out(self, data: NDArray[Any], kind: Any, out: Tensor) -> None:
+        """Write weights to `out`, and log the progress.
+
+        Args:
+            data: Weights as the file has them, row by row.
+            kind: Type of their quantization.
+            out: Of the weights' shape, in float32 or bfloat16.
+        """
+        kernels, blocks = load_kernels(), out.numel() // self._sizes[kind][0]
+        if kernels is None or not kernels.dequantize(data, int(kind), blocks, out):
+            rows = max(1, _WEIGHTS * len(data) // out.numel())
+            for begin in range(0, len(data), rows):  # small pieces reuse the same memory
+                piece = self._library(data[begin : begin + rows], kind)
+                out[begin : begin + rows] = torch.from_numpy(np.require(piece, requirements="W"))
+        before, self._done = self._done, self._done + out.numel()
+        if _STEPS * before // self._total < _STEPS * self._done // self._total:
+            logger.info("converting %s: %.0f %%", self._name, 100 * self._done / self._total)
+
+    def dequantize(self, data: NDArray[Any], kind: Any) -> NDArray[np.float32]:
+        """The weights as `gguf.dequantize` returns them."""
+        weights, size = self._sizes[kind]
+        out = torch.empty(*data.shape[:-1], data.shape[-1] * data.itemsize // size * weights)
+        self.multiply_out(data, kind, out)
+        numbers: NDArray[np.float32] = out.numpy()
+        return numbers
+
+
 @contextmanager
-def _quick_reading(file: Path) -> Iterator[Any]:
-    """A parsed reader of a file. Within the block, transformers gets it, too, and everyone gets
-    weights by all threads."""
+def _quick_reading(file: Path) -> Iterator[_Source]:
+    """A parsed file. Within the block, transformers reads it in the same way, and parses its
+    metadata once."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as legacy
 
-    with _patching, ThreadPoolExecutor(torch.get_num_threads()) as threads, ExitStack() as patches:
-        reader = _quick_reader()(file)
-        total = sum(tensor.n_elements for tensor in reader.tensors)
-        shared = _in_threads(gguf.dequantize, threads, file.name, total)
+    with _patching, ExitStack() as patches:
+        source = _Source(file)
         for module, name, new in (
-            (gguf, "GGUFReader", lambda _: reader),
-            (gguf, "dequantize", shared),
+            (gguf, "GGUFReader", lambda _: source.reader),
+            (gguf, "dequantize", source.dequantize),
             (legacy, "tqdm", lambda tensors, **_: tensors),  # progress is logged
+            (legacy, "load_gguf_checkpoint", _parsing_once(legacy.load_gguf_checkpoint)),
         ):
             patches.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, new)
-        yield reader
+        yield source
 
 
-def _in_threads(
-    dequantize: Callable[..., NDArray[np.float32]],
-    threads: ThreadPoolExecutor,
-    name: str,
-    total: int,
-) -> Callable[..., NDArray[np.float32]]:
-    """A `dequantize` that shares the rows of a tensor among threads, and reports the progress."""
-    done = 0
+def _parsing_once(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """A `load_gguf_checkpoint` that parses the metadata of a file once."""
+    parse = cache(load)
 
-    def shared(data: NDArray[Any], kind: Any) -> NDArray[np.float32]:
-        nonlocal done
-        parts = np.array_split(data, threads._max_workers)
-        weights = np.concatenate(list(threads.map(lambda part: dequantize(part, kind), parts)))
-        before, done = done, done + weights.size
-        if _STEPS * before // total < _STEPS * done // total:
-            logger.info("converting %s: %.0f %%", name, 100 * done / total)
-        return weights
+    def load_once(path: Any, return_tensors: bool = False, **others: Any) -> dict[str, Any]:
+        if return_tensors:
+            return load(path, return_tensors=True, **others)
+        return {part: dict(entries) for part, entries in parse(path).items()}
 
-    return shared
+    return load_once
 
 
 def _quick_reader() -> type[Any]:

@@ -1,9 +1,9 @@
-"""Products of packed weights in C, compiled by this machine's compiler once.
+"""Functions in C for packed weights, compiled by this machine's compiler once.
 
 torch multiplies packed weights with activations in bfloat16, one row at a time. Processors multiply
-8-bit numbers four times as quickly, and `packed.c` does so. It is compiled for the processor at
-hand, as the inductor of torch and Triton compile theirs, and the library is kept in the cache
-folder. It computes in the threads of torch.
+8-bit numbers four times as quickly, and `packed.c` does so. `gguf.c` multiplies out the weights of
+GGUF files. Both are compiled for the processor at hand, as the inductor of torch and Triton compile
+theirs, and the library is kept in the cache folder. They compute in the threads of torch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from shutil import which
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from huggingface_hub import cached_assets_path
+from numpy.typing import NDArray
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 TILE, GROUP = 16, 32
 """Outputs of a tile, and inputs that share a scale."""
-_SOURCE = Path(__file__).with_name("packed.c")
+_FOLDER = Path(__file__).parent
+_SOURCES = {"packed.c": (), "gguf.c": ("-ffp-contract=off",)}  # with flags of their own
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _TARGETS = ("-march=native", "-mcpu=native")  # one of them is known to every compiler
@@ -41,7 +44,9 @@ _ARGUMENTS = {
     "packed_product": (_WHOLE, *_WEIGHT, _LONG, _LONG, *_WEIGHT, _LONG, _WHOLE, *_END),
     "packed_unpack": (_WHOLE, *_WEIGHT, _LONG, _LONG, _LONG, *_END, _WHOLE),
     "packed_pack": (_WHOLE, _ADDRESS, _WHOLE, _LONG, _LONG, *_WEIGHT, _WHOLE),
+    "gguf_dequantize": (_WHOLE, _ADDRESS, _LONG, _ADDRESS, _WHOLE, _WHOLE),
 }
+_RESULTS = {"packed_pack": ctypes.c_double, "gguf_dequantize": _WHOLE}
 
 
 class Packed(NamedTuple):
@@ -64,7 +69,7 @@ class Kernels:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(self._library, name)
             function.argtypes = arguments
-            function.restype = ctypes.c_double if name == "packed_pack" else None
+            function.restype = _RESULTS.get(name)
         self._product = self._library.packed_product
 
     def product(self, rows: Tensor, packed: Packed) -> Tensor:
@@ -99,6 +104,20 @@ class Kernels:
         error = self._library.packed_pack(bits, *source, *made)
         return Packed(bits, outputs, inputs, numbers, scales), error
 
+    def dequantize(self, data: NDArray[np.uint8], kind: int, blocks: int, out: Tensor) -> bool:
+        """Write weights of a GGUF file to `out`. Returns False for types that it does not know.
+
+        Args:
+            data: Blocks of the file, one after another.
+            kind: Number of their type in GGUF files.
+            blocks: Number of blocks.
+            out: As many weights, in float32 or bfloat16.
+        """
+        half = out.dtype == torch.bfloat16
+        data = np.ascontiguousarray(data)
+        made = out.data_ptr(), half, torch.get_num_threads()
+        return bool(self._library.gguf_dequantize(kind, data.ctypes.data, blocks, *made))
+
 
 @cache
 def load_kernels() -> Kernels | None:
@@ -120,7 +139,7 @@ def kernel_folder() -> Path:
 
 
 def compile_kernels(library: Path, targets: Sequence[str] = _TARGETS) -> None:
-    """Compile `packed.c` to a library, for the first target that the compiler knows.
+    """Compile all functions to a library, for the first target that the compiler knows.
 
     Any number of processes may compile the same library: each renames its own when it is whole.
 
@@ -132,11 +151,16 @@ def compile_kernels(library: Path, targets: Sequence[str] = _TARGETS) -> None:
     if compiler is None:
         raise RuntimeError("this machine has no C compiler; install gcc or clang")
     with TemporaryDirectory(dir=library.parent) as folder:
-        part, made, told = f"{folder}/packed.so", f"{folder}/packed.o", ""
+        part, told = f"{folder}/packed.so", ""
+        made = {f"{folder}/{name}.o": name for name in _SOURCES}
         for target in targets:
+            common = [*compiler.split(), *_FLAGS, target, *_openmp()]
             for command in (
-                [*compiler.split(), *_FLAGS, target, *_openmp(), "-c", str(_SOURCE), "-o", made],
-                [*compiler.split(), "-shared", made, *_openmp_library(), "-lm", "-o", part],
+                *(
+                    [*common, *_SOURCES[name], "-c", str(_FOLDER / name), "-o", to]
+                    for to, name in made.items()
+                ),
+                [*compiler.split(), "-shared", *made, *_openmp_library(), "-lm", "-o", part],
             ):
                 done = subprocess.run(
                     command, capture_output=True, text=True, timeout=_SECONDS, check=False
@@ -147,7 +171,7 @@ def compile_kernels(library: Path, targets: Sequence[str] = _TARGETS) -> None:
             else:
                 Path(part).replace(library)
                 return
-    raise RuntimeError(f"{compiler} does not compile {_SOURCE.name}: {told}")
+    raise RuntimeError(f"{compiler} does not compile {', '.join(_SOURCES)}: {told}")
 
 
 def _openmp() -> list[str]:
@@ -167,7 +191,8 @@ def _openmp_library() -> list[str]:
 
 def _digest() -> str:
     """Digest of all that a compiled library depends on."""
-    parts = [_SOURCE.read_text(encoding="utf-8"), repr(_FLAGS), repr(_openmp_library())]
+    parts = [(_FOLDER / name).read_text(encoding="utf-8") for name in _SOURCES]
+    parts += [repr(_SOURCES), repr(_FLAGS), repr(_openmp_library())]
     parts += [torch.__version__, platform.platform(), *_processor()]
     return xxhash.xxh3_128_hexdigest("|".join(parts).encode())
 

@@ -19,6 +19,7 @@ from ragcache import RagCache
 from ragcache.errors import ConfigurationError, MissingExtra, ModelNotFound, UnsupportedModel
 from ragcache.models import LoadedModel, load_model, loader
 from ragcache.models import gguf as conversion
+from ragcache.models.native import load_kernels
 from tests.ragcache.models.reference import last_logits, prompt
 from tests.tiny_models import tiny_model
 
@@ -104,6 +105,61 @@ def test_the_quick_reader_reads_what_the_library_reads(file: Path) -> None:
     for read, tensor in zip(quick.tensors, expected.tensors, strict=True):
         assert read.name == tensor.name
         np.testing.assert_array_equal(read.data, tensor.data)
+
+
+HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2],
+          "Q5_K": [0, 2], "Q6_K": [208], "Q2_K": [80, 82]}  # fmt: skip
+"""Places of the numbers in float16 in a block of each type."""
+
+
+def blocks(name: str) -> tuple[np.ndarray, Any]:
+    """Random weights [6, 512] of a type, with the smallest and largest scales."""
+    kind = gguf.GGMLQuantizationType[name]
+    weights, size = gguf.GGML_QUANT_SIZES[kind]
+    made = np.random.default_rng(5).integers(0, 256, (6, 512 // weights, size), dtype=np.uint8)
+    scales = np.array([0, 6e-8, -1e-6, 0.0123, -0.5, 60_000], np.float16).view(np.uint8)
+    for place in HALVES[name]:
+        made[:, :, place : place + 2] = scales.reshape(6, 1, 2)
+    return made.reshape(6, -1), kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in HALVES if name != "Q2_K"])
+def test_weights_are_multiplied_out_as_the_library_does(name: str, dtype: torch.dtype) -> None:
+    kernels, (data, kind) = load_kernels(), blocks(name)
+    assert kernels is not None
+    expected = torch.from_numpy(gguf.dequantize(data, kind)).to(dtype)
+    out = torch.full((6, 512), torch.nan, dtype=dtype)
+    assert kernels.dequantize(data, int(kind), 6 * 512 // gguf.GGML_QUANT_SIZES[kind][0], out)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", ["Q2_K", "Q6_K"])
+def test_other_types_are_left_to_the_library(
+    name: str, compiled: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(conversion, "load_kernels", lambda: None)
+    data, kind = blocks(name)
+    monkeypatch.setattr(conversion, "_WEIGHTS", 1024)  # two rows at once
+    expected = gguf.dequantize(data, kind)
+    np.testing.assert_array_equal(conversion._Source(file).dequantize(data, kind), expected)
+
+
+def test_large_models_are_written_as_several_files(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = conversion.convert_gguf(file)
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setattr(conversion, "cache_folder", lambda: other)
+    monkeypatch.setattr(conversion, "_SHARD", 100_000)
+    parts = conversion.convert_gguf(file)
+    assert len([*parts.glob("model-*-of-*.safetensors")]) > 2
+    for dtype in ("bfloat16", "float32"):
+        one, several = (load_model(each, dtype=dtype).causal for each in (whole, parts))
+        assert one.fingerprint == several.fingerprint
 
 
 def test_plain_models_are_written_as_transformers_writes_them(

@@ -206,7 +206,7 @@ def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     ("break_it", "reason"),
     [
         (no_compiler, "has no C compiler"),
-        (a_compiler_that_fails, "does not compile packed.c"),
+        (a_compiler_that_fails, "does not compile packed.c, gguf.c"),
     ],
 )
 def test_without_a_compiler_weights_stay_and_the_reason_is_told(
