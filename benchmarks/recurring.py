@@ -15,6 +15,7 @@ text with `shape`, so that their share of equal ones says nothing there.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
@@ -74,10 +75,17 @@ def shape(
         mode=mode,
     )
     place = None if device == "cpu" else device
+    kind = {"shape": shape, "device": device}
+
+    def keep(figures: dict[str, Any]) -> None:
+        """Write the figures so far: what comes later may be cut off."""
+        if json_file is not None:
+            json_file.write_text(json.dumps(figures | kind, indent=2), encoding="utf-8")
+
     result = run_benchmark(
-        lambda progress: bench_recurring(setting, shaped_model(found, place), progress)
+        lambda progress: bench_recurring(setting, shaped_model(found, place), progress, report=keep)
     )
-    result |= {"shape": shape, "device": device}
+    result |= kind
     names = ("read_share", "recurring_share", "ttft_speedup", "rate_ratio", "detect_ms_32k_100000")
     rows = [(name, f"{result[name]:.3f}") for name in names]
     low, high = result["ttft_speedup_interval"]

@@ -81,6 +81,7 @@ def bench_recurring(
     model: LoadedModel,
     progress: Progress = lambda _: None,
     turns: Sequence[Turn] | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Answer the same conversations twice, turn by turn: with and without recurring texts.
 
@@ -95,6 +96,7 @@ def bench_recurring(
         model: The model, on its device.
         progress: Called with the step.
         turns: Turns of another trace. Defaults to `draw_turns(setting)`.
+        report: Called with the figures of the turns so far, after each block of them.
 
     Returns:
         `read_share`: share of the chunks' tokens that are read from states and not computed.
@@ -113,6 +115,7 @@ def bench_recurring(
     earlier = turns[: setting.earlier * setting.turns]
     turns = turns[len(earlier) :]
     first = 0 if earlier else len(turns) // 2
+    context = {"model": model.name, "setting": asdict(setting), "machine": describe_machine()}
     measured: list[_Block] = []
     seen: Counter[str] = Counter()
     with _sides(model, tokens * len(mode.encodings)) as sides:
@@ -126,9 +129,10 @@ def bench_recurring(
         ):
             progress(f"turn {start + 1} of {len(turns)}")
             block = _answer(turns[start:end], sides, setting, alone, number, count, seen)
-            measured += [block] if start >= first else []
+            if start >= first:
+                measured.append(block)
+                report({**_figures(measured), **context})
     progress("timing detection")
-    context = {"model": model.name, "setting": asdict(setting), "machine": describe_machine()}
     return {**_figures(measured), **_detection(setting), **context}
 
 
@@ -253,8 +257,10 @@ def _options(setting: RecurringSetting, side: str, new_tokens: int) -> dict[str,
 def _settle(rag: RagCache) -> None:
     """Wait until recurring texts are encoded, and conversations stored."""
     shared = rag.internals.shared
-    for background in (shared.observing, shared.keeping):
-        background.submit(lambda: None).result()
+    shared.observing.submit(lambda: None).result()
+    while rag.modules.observed.waiting:
+        shared.observing.submit(lambda: None).result()
+    shared.keeping.submit(lambda: None).result()
 
 
 def _figures(blocks: Sequence[_Block]) -> dict[str, Any]:

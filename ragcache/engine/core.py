@@ -71,7 +71,7 @@ SCORED_ROWS = 256
 take 155 MB in float32 for a vocabulary of 151,936."""
 
 
-ENCODING_SHARE = 8
+ENCODING_SHARE = 4
 """Encodings that wait have one of so many tokens of a step, however many prompts wait."""
 
 

@@ -46,8 +46,12 @@ SECONDS_TO_LIVE: dict[ObservedStorage, float] = {"memory": 3600.0, "disk": 86_40
 MOST_CHARACTERS = 2**24
 """Most characters of the prompts that wait to be compared. Of more, the oldest leave nothing."""
 
-MOST_WAITING = 64
-"""Most texts of a namespace that wait to be encoded. Further texts wait for their next sight."""
+MOST_WAITING = 2**20
+"""Most characters of the texts of a namespace that wait to be encoded. Of more, further texts wait
+for their next sight."""
+
+MOST_TOGETHER = 32
+"""Most texts that a turn of the background thread encodes. Other namespaces have theirs between."""
 
 OTHER_MODE = {ROOTED: PRIMED, PRIMED: ROOTED}
 """Mode in which recurring texts are read where the gate refuses the one that a chat asks for."""
@@ -55,12 +59,11 @@ OTHER_MODE = {ROOTED: PRIMED, PRIMED: ROOTED}
 _REFRESHES = 100
 """Most refreshes of a stored text's end during its time to live."""
 _PAUSE_SECONDS = 0.05
-"""Seconds after a prompt in which nothing is encoded: its request is on the way to the engine."""
+"""Seconds after a prompt in which it is not compared with others, and nothing is encoded: its
+request goes first."""
 _MOST_SECONDS = 1.0
 """Longest wait of a text for a pause. Under constant load it is then encoded beside requests."""
 _POLL_SECONDS = 0.01
-_LAUNCH_SECONDS = 0.005
-"""Seconds after a prompt at which it is compared with others, so that its request goes first."""
 
 
 class _Prompt(NamedTuple):
@@ -72,12 +75,15 @@ class _Prompt(NamedTuple):
     mode: ReuseMode
 
 
-class _WaitingText(NamedTuple):
+@dataclass(slots=True)
+class _WaitingText:
     """A recurring text that waits to be encoded."""
 
     until: float
     """Time at which it waits no longer."""
     mode: ReuseMode
+    sights: int = 1
+    """Times that it has recurred. What recurs most is encoded first."""
 
 
 @dataclass(slots=True)
@@ -322,6 +328,11 @@ class ObservedModules:
         return len(chosen)
 
     @property
+    def waiting(self) -> int:
+        """Number of texts that wait to be encoded."""
+        return len(self._waiting)
+
+    @property
     def unstored(self) -> int:
         """Number of modules that are in memory alone."""
         return len(self._modules) if self._rows is None else 0
@@ -352,6 +363,11 @@ class ObservedModules:
             self._characters += len(prompt.text)
             while self._characters > MOST_CHARACTERS:
                 self._take_prompt()
+        self._work_later()
+
+    def _work_later(self) -> None:
+        """Ask for a turn of the background thread, unless one has yet to begin."""
+        with self._lock:
             idle, self._works = not self._works, True
         if idle:
             with suppress(RuntimeError):
@@ -362,11 +378,13 @@ class ObservedModules:
 
         Later prompts have another turn, behind records of modules and other namespaces.
         """
-        time.sleep(_LAUNCH_SECONDS)
+        time.sleep(_PAUSE_SECONDS)
         with self._lock:
             self._works = False
         self._compare()
         self._promote()
+        if self._waiting:
+            self._work_later()
 
     def _compare(self) -> None:
         """Queue the texts of new prompts that recur and are not modules yet."""
@@ -387,23 +405,26 @@ class ObservedModules:
         return prompt
 
     def _queue(self, text: str, mode: ReuseMode) -> None:
-        if text not in self._waiting and len(self._waiting) < MOST_WAITING:
+        if known := self._waiting.get(text):
+            known.sights += 1
+        elif sum(map(len, self._waiting)) < MOST_WAITING:
             self._waiting[text] = _WaitingText(time.monotonic() + _MOST_SECONDS, mode)
 
     def _promote(self) -> None:
-        """Make modules of the texts that wait, in a pause or when the first waits no longer."""
-        waiting = dict(self._waiting)
-        if not waiting:
+        """Make modules of texts that wait, in a pause or when the first waits no longer."""
+        if not self._waiting:
             return
-        until = min(each.until for each in waiting.values())
+        until = min(each.until for each in self._waiting.values())
+        self._wait_for_pause(until)
+        often = sorted(self._waiting, key=lambda text: -self._waiting[text].sights)
+        waiting = {text: self._waiting[text] for text in often[:MOST_TOGETHER]}
         try:
-            self._wait_for_pause(until)
             modes = {each: self._measured_mode(each) for each in {w.mode for w in waiting.values()}}
             made = dict[str, tuple[ObservedModule, Sequence[Encoding]]]()
-            for text, (_, asked) in waiting.items():
-                if mode := modes[asked]:
+            for text, each in waiting.items():
+                if mode := modes[each.mode]:
                     new = self._modules_of(text, mode)
-                    made |= {each.id: (each, mode.encodings) for each in new}
+                    made |= {module.id: (module, mode.encodings) for module in new}
             for portion in portions([*made.values()]):
                 self._wait_for_pause(until)
                 self._encode(portion)
@@ -563,6 +584,7 @@ class ObservedModules:
         The engine is idle before the first request that finds a text, too: a prompt begins no
         pause until its request has reached the engine. Prompts are compared meanwhile.
         """
+        self._compare()
         while (now := time.monotonic()) < until:
             if self._is_idle() and now - self._prompted >= _PAUSE_SECONDS:
                 return

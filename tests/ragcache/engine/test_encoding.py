@@ -391,10 +391,10 @@ def test_prompts_leave_a_part_of_every_step_to_encodings(causal: CausalLM) -> No
     prompts = [plain_context(random_tokens(40, seed=number)) for number in range(9)]
     handles = [core.submit(Request(prompt, 1)) for prompt in prompts]
     core.add_encoding([EncodeJob(random_tokens(8))], StatesChannel(lambda: None))
-    for step in range(1, 5):
+    for step in range(1, 3):
         core.step()
-        assert core.stats.encoded_tokens == 2 * step
-        assert core.stats.prompt_tokens == 14 * step
+        assert core.stats.encoded_tokens == 4 * step
+        assert core.stats.prompt_tokens == 12 * step
     core.step()
-    assert core.stats.prompt_tokens == 14 * 4 + 16, "nothing is left to encode"
+    assert core.stats.prompt_tokens == 12 * 2 + 16, "nothing is left to encode"
     assert not any(handle.done for handle in handles[4:])
