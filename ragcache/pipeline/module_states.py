@@ -90,7 +90,7 @@ class StateEncoder:
     salt: str = field(default="", kw_only=True)
     """Part of all keys (`state_key`)."""
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """Digest of the model, its tokenizer and the namespace, on which all keys depend."""
         return self._state_key((), "", 0)

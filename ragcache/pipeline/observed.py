@@ -351,6 +351,8 @@ class ObservedModules:
                 if known := self._modules.get(each.module.name):
                     known.hits, known.used_at = known.hits + 1, time.time()
                     self._modules.move_to_end(known.id)
+        if not gap.begin:
+            return matches
         return [
             replace(each, begin=each.begin + gap.begin, end=each.end + gap.begin)
             for each in matches

@@ -48,6 +48,8 @@ READER_REPETITIONS = 8
 
 MakeRequest = Callable[[Context], Request]
 
+_SAMPLED = [field.name for field in fields(SamplingParams)]
+
 
 def answer_policies(
     prompt: AnsweredPrompt,
@@ -159,8 +161,7 @@ def repetition_rule(params: GenerationParams, *, extractive: bool) -> Repetition
 
 def sampling_params(params: GenerationParams) -> SamplingParams:
     """Return the options that the engine's sampler reads, which have the same names."""
-    names = [field.name for field in fields(SamplingParams)]
-    return SamplingParams(**{name: getattr(params, name) for name in names})
+    return SamplingParams(**{name: getattr(params, name) for name in _SAMPLED})
 
 
 @dataclass(frozen=True, slots=True)
