@@ -155,6 +155,7 @@ class ObservedModules:
         self._prompts: deque[_Prompt] = deque()
         self._characters = 0  # of these prompts
         self._waiting: dict[str, _WaitingText] = {}
+        self._waiting_characters = 0
         self._works = False  # whether a turn of the thread, which looks at both, has yet to begin
         self._prompted = -_PAUSE_SECONDS  # time of the last prompt
         self._table = FingerprintTable(Fingerprints.of(()))
@@ -409,7 +410,8 @@ class ObservedModules:
     def _queue(self, text: str, mode: ReuseMode) -> None:
         if known := self._waiting.get(text):
             known.sights += 1
-        elif sum(map(len, self._waiting)) < MOST_WAITING:
+        elif self._waiting_characters < MOST_WAITING:
+            self._waiting_characters += len(text)
             self._waiting[text] = _WaitingText(time.monotonic() + _MOST_SECONDS, mode)
 
     def _promote(self) -> None:
@@ -437,6 +439,7 @@ class ObservedModules:
         finally:
             for text in waiting:
                 del self._waiting[text]
+                self._waiting_characters -= len(text)
 
     def _measured_mode(self, mode: ReuseMode) -> ReuseMode | None:
         """Return the mode in which texts of prompts in a mode are read, if the gate passes it.
