@@ -214,9 +214,16 @@ class HybridSession:
 
 
 def measure(
-    name: str, load: Workload, device: str, pool_bytes: int, log: Callable[[str], None]
+    name: str,
+    load: Workload,
+    device: str,
+    pool_bytes: int,
+    log: Callable[[str], None],
+    *,
+    profiled: bool = False,
 ) -> dict[str, Any]:
-    """Return the figures of a shape: milliseconds, and ratios to the floors."""
+    """Return the figures of a shape: milliseconds, and ratios to the floors. If `profiled`, also
+    its kernels (`find_kernels`)."""
     session = HybridSession(name, load, device)
     log("drawn")
     found: dict[str, Any] = {"bandwidth": bandwidth(device), "runner": ""}
@@ -274,6 +281,9 @@ def measure(
         steps = statistics.median(taken_by[long]) - statistics.median(taken_by[short])
         found["step_ms"] = 1e3 * steps / (long - short)
         log("steps")
+        if profiled:
+            found["kernels"] = find_kernels(session, engine, root, modules)
+            log("kernels")
     found["first_over_floor"] = found["first_order_ms"] / found["first_floor_ms"]
     found["step_over_floor"] = found["step_ms"] / found["step_floor_ms"]
     return found
@@ -302,33 +312,31 @@ def _seconds(call: Callable[..., object], *args: Any) -> float:
     return time.perf_counter() - begin
 
 
-def profile(name: str, load: Workload, device: str, pool_bytes: int) -> dict[str, Any]:
-    """Return the kernels of a first token, of a step and of an encoding (`kernel_times`)."""
-    session = HybridSession(name, load, device)
-    with session.start(pool_bytes, warm_up=False) as engine:
-        [root] = engine.encode([EncodeJob(session.draw(load.preamble_tokens))])
-        before, modules = Segment(root, 0, "root"), list[KVStates]()
+def find_kernels(
+    session: HybridSession, engine: LLMEngine, root: KVStates, modules: Sequence[KVStates]
+) -> dict[str, Any]:
+    """Return the kernels of an encoding, of a first token and of a step (`kernel_times`)."""
+    load = session.load
 
-        def encode() -> None:
-            job = EncodeJob(session.draw(load.module_tokens), root.length, before)
-            modules.extend(engine.encode([job]))
+    def encode() -> None:
+        job = EncodeJob(session.draw(load.module_tokens), root.length, Segment(root, 0, "root"))
+        engine.encode([job])
 
-        def ask(new: int, count: int) -> None:
-            asked = [session.request(root, modules, "order", new) for _ in range(count)]
-            for handle in [engine.submit_request(each) for each in asked]:
-                handle.result()
+    def ask(new: int, count: int) -> None:
+        asked = [session.request(root, modules, "order", new) for _ in range(count)]
+        for handle in [engine.submit_request(each) for each in asked]:
+            handle.result()
 
-        for _ in range(load.modules):
-            encode()
-        for new, count in ((1, 1), (12, load.requests)):
-            for _ in range(5):
-                ask(new, count)
-        found = {"encoding": kernel_times(_recorded(encode))}
-        found["first token"] = kernel_times(_recorded(lambda: ask(1, 1)))
-        events = _recorded(lambda: ask(24, load.requests))
-        layers = len(list(recurrent_mixers(session.causal.model)))
-        cuts = [at for at, (_, _, kernel) in enumerate(events) if kernel == "recur_kernel"]
-        steps = cuts[-8 * layers :: layers]  # the last ones, without prompts
+    for new, count in ((1, 1), (12, load.requests)):
+        for _ in range(3):
+            ask(new, count)
+    found = {"encoding": kernel_times(_recorded(encode))}
+    found["first token"] = kernel_times(_recorded(lambda: ask(1, 1)))
+    events = _recorded(lambda: ask(24, load.requests))
+    layers = len(list(recurrent_mixers(session.causal.model)))
+    cuts = [at for at, (_, _, kernel) in enumerate(events) if kernel == "recur_kernel"]
+    steps = cuts[-8 * layers :: layers]  # the last ones, without prompts
+    if steps:
         found["step"] = kernel_times(events[steps[0] : steps[-1]], len(steps) - 1)
     return found
 
@@ -381,17 +389,13 @@ def main() -> None:
     parser.add_argument("--module-tokens", type=int, default=1024)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--profile", type=Path, help="write kernels of the first shape instead")
+    parser.add_argument("--profile", action="store_true", help="write kernels, too")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     load = Workload(
         module_tokens=arguments.module_tokens, requests=arguments.requests, runs=arguments.runs
     )
     pool = int(arguments.pool_gb * 2**30)
-    if arguments.profile is not None:
-        found = profile(arguments.shapes[0], load, arguments.device, pool)
-        arguments.profile.write_text(json.dumps(found, indent=1) + "\n")
-        return
     document: dict[str, Any] = {"machine": describe_machine(), "shapes": {}}
     begin = time.perf_counter()
     for name in arguments.shapes:
@@ -400,7 +404,9 @@ def main() -> None:
             print(f"{time.perf_counter() - begin:7.1f} s  {name}: {text}", flush=True)
 
         try:
-            document["shapes"][name] = measure(name, load, arguments.device, pool, log)
+            document["shapes"][name] = measure(
+                name, load, arguments.device, pool, log, profiled=arguments.profile
+            )
         except Exception as error:  # the other shapes go on
             document["shapes"][name] = {"error": f"{error!r}\n{traceback.format_exc()}"}
         print(json.dumps(document["shapes"][name], indent=1), flush=True)
