@@ -26,6 +26,7 @@ CHUNK, CHANNEL_CHUNK = 64, 16
 """Tokens of a chunk, with one decay for each head, and one for each channel."""
 _CHUNKS_AT_ONCE = 32  # which bounds the memory of a long text
 _FEW_TOKENS = 4  # whose system of equations is inverted by one product
+_SLOW_ROWS = 3  # of a product, which takes a processor longer than one with four rows
 _TINY = 1e-6  # in the norms of keys, as in transformers
 
 
@@ -80,14 +81,24 @@ class StateUpdate:
     left: Tensor
     """[..., H, dk, T]."""
     right: Tensor
-    """[..., H, T, dv]."""
+    """[..., H, T, dv], and any number of rows behind them, which count for nothing."""
     weights: Tensor | None
-    """[..., H, T, dk]. None where a token changes the state by the same amount, whatever it is."""
+    """[..., H, T, dk], with as many rows behind them. None where a token changes the state by the
+    same amount, whatever it is."""
 
     def of(self, heads: slice) -> StateUpdate:
         """Return the update of some heads, if these are the first axis."""
         weights = None if self.weights is None else self.weights[heads]
         return StateUpdate(self.decay[heads], self.left[heads], self.right[heads], weights)
+
+    def split(self, heads: int) -> Iterator[StateUpdate]:
+        """Split the update into updates of so many heads, if these are the first axis."""
+        tensors = self.decay, self.left, self.right
+        parts = zip(*(each.split(heads) for each in tensors), strict=True)
+        if self.weights is None:
+            return (StateUpdate(*each, None) for each in parts)
+        weights = self.weights.split(heads)
+        return (StateUpdate(*each, some) for each, some in zip(parts, weights, strict=True))
 
     def as_map(self) -> tuple[Tensor, Tensor]:
         """Return the update of a delta rule as a map (M, N), [..., H, dk, dk] and [..., H, dk,
@@ -111,11 +122,11 @@ class StateUpdate:
 
         Args:
             state: The state before them, [H, dk, dv].
-            out: Memory for the result, other than the memory of `state`.
+            out: Memory for the result, which may be the memory of `state`.
         """
         change = self.right
         if self.weights is not None:
-            change = torch.baddbmm(self.right, self.weights, state)
+            change = torch.baddbmm(change, self.weights, state)[..., : self.left.shape[-1], :]
         return torch.mul(self.decay, state, out=out).baddbmm_(self.left, change)
 
 
@@ -200,14 +211,22 @@ class DeltaRule:
         S <- D S + K^T (U - W S), where W and U solve one triangular system (Gated DeltaNet, eq. 8
         to 10).
         """
-        return self._update(inputs, _Decays.of(inputs))
+        found = self._update(inputs, _Decays.of(inputs))
+        assert found.weights is not None
+        if inputs.length != _SLOW_ROWS:
+            return found
+        right, weights = (
+            nn.functional.pad(each, (0, 0, 0, 1)) for each in (found.right, found.weights)
+        )
+        return StateUpdate(found.decay, found.left, right, weights)
 
     def _update(self, inputs: RecurrentInputs, decays: _Decays) -> StateUpdate:
         keys, steps, values, total = inputs.keys, inputs.steps, inputs.values, decays.total
         inner = decays.products(keys, keys).tril(-1)
-        known = torch.cat([-keys * decays.begun * steps, values * steps], -1)
-        solved = _inverse(inner * steps) @ known
-        weights, targets = torch.split(solved, [keys.shape[-1], values.shape[-1]], -1)
+        inverse = _inverse(inner * steps)
+        targets = (inverse * steps.mT) @ values
+        begun = decays.begun * -steps
+        weights = (inverse * begun.mT) @ keys if begun.shape[-1] == 1 else inverse @ (keys * begun)
         until = (total[..., -1:, :] - total).exp()
         return StateUpdate(decays.begun[..., -1:, :].mT, (keys * until).mT, targets, weights)
 

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -333,34 +333,31 @@ class _Order:
         maps = [each.maps for each in documents[begin:]]
         return cls(maps, tails[begin:], remembered[begin:])
 
-    def advance(self, state: Tensor, seams: Sequence[StateUpdate], layers: slice) -> Tensor:
+    def advance(self, state: Tensor, steps: Sequence[_Step], layers: slice) -> Tensor:
         """Return the recurrent states of some of the layers behind the documents.
 
         Args:
             state: Their states before the documents, [heads, dk, dv].
-            seams: Effect of the first tokens of each document, [R * H, ...].
+            steps: What each document does to them.
             layers: The layers.
         """
-        found, spare = torch.empty_like(state), torch.empty_like(state)
+        found, other = torch.empty_like(state), torch.empty_like(state)
         remembered = self.remembered[:, layers].flatten(1).tolist()
-        at = layers.start * self.remembered.shape[2]
-        rows = slice(at, at + len(state))
-        for number, each in enumerate(self.maps):
-            transition = each.transition[layers].flatten(0, 1)
-            increment = each.increment[layers].flatten(0, 1)
-            seam = seams[number].of(rows)
+        for number, (transition, increment, seam) in enumerate(steps):
             if all(remembered[number]):  # no head is left out, and nothing is cut
-                opened = seam.apply(state, spare)
+                opened = seam.apply(state, other if number == 0 else state)
                 state = apply_map(transition, increment, opened, found)
-                continue
-            for begin, end, (before, behind) in _runs(remembered[number], remembered[number + 1]):
-                here = slice(begin, end)
-                if before:
-                    opened = seam.of(here).apply(state[here], spare[here])
-                    apply_map(transition[here], increment[here], opened, found[here])
-                elif behind:
-                    found[here] = increment[here]
-            state = found
+            else:
+                runs = _runs(remembered[number], remembered[number + 1])
+                for begin, end, (before, behind) in runs:
+                    here = slice(begin, end)
+                    if before:
+                        opened = seam.of(here).apply(state[here], other[here])
+                        apply_map(transition[here], increment[here], opened, found[here])
+                    elif behind:
+                        found[here] = increment[here]
+                state = found
+            found, other = other, found
         return state
 
 
@@ -407,9 +404,10 @@ def _behind(
     if recurrence is None:
         return behind
     seams = iter(_seams(mixers, placed, recurrence))
-    opened = [list(islice(seams, len(each.maps))) for each in placed]
     size = len(mixers) if weight.is_cuda else 1  # the caches of a CPU hold the states of one layer
-    for begin in range(0, len(mixers), size):
+    heads = size * placed[0].maps[0].increment.shape[1]
+    steps = [[list(_steps(each, next(seams), heads)) for each in order.maps] for order in placed]
+    for number, begin in enumerate(range(0, len(mixers), size)):
         layers = slice(begin, begin + size)
         if states[0].recurrent:
             parts = [each.recurrent[0][0] for each in states[layers]]
@@ -418,12 +416,24 @@ def _behind(
             shape = placed[0].maps[0].increment[layers].flatten(0, 1).shape
             before = torch.zeros(shape, device=weight.device)
         ends = [
-            order.advance(before, each, layers) for order, each in zip(placed, opened, strict=True)
+            order.advance(before, [each[number] for each in documents], layers)
+            for order, documents in zip(placed, steps, strict=True)
         ]
         end = ends[0] if len(ends) == 1 else ends[0].add_(ends[1]).div_(2)
         for state, each in zip(behind[layers], end.chunk(size), strict=True):
             state.recurrent[0] = each[None]
     return behind
+
+
+_Step = tuple[Tensor, Tensor, StateUpdate]
+"""M and N of a document, and the effect of its first tokens, of some heads."""
+
+
+def _steps(maps: RecurrentStates, seam: StateUpdate, heads: int) -> Iterator[_Step]:
+    """A document, so many heads at once."""
+    tensors = maps.transition, maps.increment
+    parts = (each.flatten(0, 1).split(heads) for each in tensors)
+    return zip(*parts, seam.split(heads), strict=True)
 
 
 def _seams(
@@ -438,10 +448,12 @@ def _seams(
     some, (layers, channels, kernel) = documents[0].increment, tails[0].shape
     seen = recurrence.channels(channels, some)
     shape = 2 * (kernel - 1), len(documents), layers, len(range(channels)[seen])
-    windows = torch.zeros(shape, device=some.device)
+    windows = torch.empty(shape, device=some.device)
     for window, tail, each in zip(windows.unbind(1), tails, documents, strict=True):
+        opened = kernel - 1 + each.first.shape[-1]
         window[: kernel - 1] = tail[:, seen, 1:].permute(2, 0, 1)
-        window[kernel - 1 :][: each.first.shape[-1]] = each.first[:, 0, seen].permute(2, 0, 1)
+        window[kernel - 1 : opened] = each.first[:, 0, seen].permute(2, 0, 1)
+        window[opened:] = 0
     mixed = _convolved(mixers, windows, seen).permute(1, 2, 3, 0)
 
     def padded(tensors: Sequence[Tensor]) -> Tensor:
