@@ -120,8 +120,8 @@ def _update_inputs(arguments: Arguments) -> RecurrentInputs:
 
 Document = TypeVar("Document")
 
-_LAYERS_AT_ONCE = 3
-"""Layers that a CPU composes at once: the inputs at their seams are few MiB, which caches hold."""
+_LAYERS_AT_ONCE = 6
+"""Layers that a CPU composes at once: their seams are some MiB, which caches hold."""
 _DELTA = _KnownFunction(DELTA_RULE, _read_delta)
 _FUNCTIONS = {
     "torch_chunk_gated_delta_rule": _DELTA,

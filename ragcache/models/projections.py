@@ -31,21 +31,25 @@ GROUPS = (
 
 
 class MergedLinear(nn.Module):
-    """Linear layers over the same input, multiplied at once. Keeps the last input with its product
-    until the last of them was handed out. Threads may call it at once: they see both or neither.
+    """So many linear layers over the same input, multiplied at once. Keeps the last input with its
+    product until every layer has its columns, in any order: Falcon-H1 asks for up before gate.
+    Threads may call it at once: they see all of what is kept or nothing.
     """
 
-    def __init__(self, linear: nn.Module) -> None:
+    def __init__(self, linear: nn.Module, layers: int) -> None:
         super().__init__()
-        self.linear = linear
-        self.kept: tuple[Tensor, Tensor] | None = None
+        self.linear, self.layers = linear, layers
+        self.kept: tuple[Tensor, Tensor, int] | None = None
+        """The input, the product, and how many layers have not asked for it yet."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The product, [..., all columns]; computed where the input is another than before."""
         kept = self.kept
         if kept is None or kept[0] is not hidden:
-            self.kept = kept = hidden, self.linear(hidden)
-        return kept[1]
+            kept = hidden, self.linear(hidden), self.layers
+        _, product, left = kept
+        self.kept = (hidden, product, left - 1) if left > 1 else None
+        return product
 
 
 class ProjectionSlice(nn.Module):
@@ -53,15 +57,13 @@ class ProjectionSlice(nn.Module):
 
     merged: MergedLinear
 
-    def __init__(self, merged: MergedLinear, begin: int, end: int, *, last: bool) -> None:
+    def __init__(self, merged: MergedLinear, begin: int, end: int) -> None:
         super().__init__()
         object.__setattr__(self, "merged", merged)  # not registered: its weights count once
-        self.begin, self.end, self.last = begin, end, last
+        self.begin, self.end = begin, end
 
     def forward(self, hidden: Tensor) -> Tensor:
         product: Tensor = self.merged(hidden)
-        if self.last:
-            self.merged.kept = None
         return product[..., self.begin : self.end]
 
 
@@ -143,9 +145,9 @@ def replace_linears(
 ) -> None:
     """Replace the owner's layers of these names, as wide as `widths`, by one that has the rows of
     all of them."""
-    merged = MergedLinear(linear)
+    merged = MergedLinear(linear, len(names))
     owner.add_module("merged_" + "_".join(names), merged)
     begin = 0
     for name, width in zip(names, widths, strict=True):
-        setattr(owner, name, ProjectionSlice(merged, begin, begin + width, last=name == names[-1]))
+        setattr(owner, name, ProjectionSlice(merged, begin, begin + width))
         begin += width

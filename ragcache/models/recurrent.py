@@ -107,6 +107,9 @@ class HybridCache(SegmentCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """See `SegmentCache.update`. States are numbered over the layers that keep keys."""
+        if isinstance(self.metadata, OperatorMetadata):
+            # the operator writes them; a look at the number would compile each layer apart
+            return key_states, value_states
         return super().update(key_states, value_states, self._number[layer_idx])
 
 

@@ -25,6 +25,7 @@ from ragcache.models.compiled import (
 from ragcache.models.hf_patch import number_layers
 from tests.ragcache.attention.triton.own_tokens import OwnTokens
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, tiny_gemma
+from tests.tiny_hybrids import tiny_hybrid
 from tests.tiny_models import FAMILIES, LATENT, random_tokens, tiny_model
 
 LAYERS = 3
@@ -124,6 +125,18 @@ def test_one_graph_serves_layers_steps_and_row_counts(family: str) -> None:
             torch.testing.assert_close(run_step(causal, OwnTokens(), tokens), before[0], **CLOSE)
     torch.testing.assert_close(other_calls(), before, rtol=0, atol=0)
     assert len(graphs) == graph_count(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
+def test_hybrids_have_a_graph_for_each_kind_of_layer(family: str) -> None:
+    """However many layers they have. Qwen3.5 has two kinds, Falcon-H1 one."""
+    kinds = ["linear_attention", "full_attention"]
+    deeper = {"layer_types": 3 * kinds} if family == "qwen3_5_text" else {}
+    causal = wrap_causal(tiny_hybrid(family, num_hidden_layers=6, **deeper))
+    graphs = Graphs()
+    prepare_for_device(causal, graphs)
+    assert len(graphs) == 2 + (2 if deeper else 1), "the rotary embedding and the last norm, too"
 
 
 @pytest.mark.slow
