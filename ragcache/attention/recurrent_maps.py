@@ -93,20 +93,21 @@ class StateUpdate:
 
     def split(self, heads: int) -> Iterator[StateUpdate]:
         """Split the update into updates of so many heads, if these are the first axis."""
-        tensors = self.decay, self.left, self.right
-        parts = zip(*(each.split(heads) for each in tensors), strict=True)
-        if self.weights is None:
-            return (StateUpdate(*each, None) for each in parts)
-        weights = self.weights.split(heads)
-        return (StateUpdate(*each, some) for each, some in zip(parts, weights, strict=True))
+        decays, lefts, rights = (
+            torch.split(each, heads) for each in (self.decay, self.left, self.right)
+        )
+        weights = None if self.weights is None else torch.split(self.weights, heads)
+        for number, parts in enumerate(zip(decays, lefts, rights, strict=True)):
+            yield StateUpdate(*parts, None if weights is None else weights[number])
 
     def as_map(self) -> tuple[Tensor, Tensor]:
         """Return the update of a delta rule as a map (M, N), [..., H, dk, dk] and [..., H, dk,
         dv]."""
         assert self.weights is not None
-        transition = self.left @ self.weights
+        rows = slice(self.left.shape[-1])
+        transition = self.left @ self.weights[..., rows, :]
         transition.diagonal(dim1=-2, dim2=-1).add_(self.decay[..., 0])
-        return transition, self.left @ self.right
+        return transition, self.left @ self.right[..., rows, :]
 
     def unbind(self) -> Iterator[StateUpdate]:
         """Split the update along its first axis. The axes behind it become one axis of heads."""

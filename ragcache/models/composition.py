@@ -432,7 +432,7 @@ _Step = tuple[Tensor, Tensor, StateUpdate]
 def _steps(maps: RecurrentStates, seam: StateUpdate, heads: int) -> Iterator[_Step]:
     """A document, so many heads at once."""
     tensors = maps.transition, maps.increment
-    parts = (each.flatten(0, 1).split(heads) for each in tensors)
+    parts = (torch.split(each.flatten(0, 1), heads) for each in tensors)
     return zip(*parts, seam.split(heads), strict=True)
 
 

@@ -217,14 +217,14 @@ def _times(matrix, state, NARROW: tl.constexpr):
     return tl.dot(matrix.to(tl.float32), state, input_precision="tf32x3")
 
 
-@triton.jit(do_not_specialize=["documents", "has_before"])
+@triton.jit(do_not_specialize=["documents", "before", "into"])
 def compose_kernel(
     places,
     documents,
-    state,
+    states,
     windows,
-    has_before,
-    out,
+    before,
+    into,
     weight,
     bias,
     maps,
@@ -248,17 +248,23 @@ def compose_kernel(
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
     NARROW: tl.constexpr,
+    LAST: tl.constexpr,
 ):
     """The states behind documents, of one layer, head and block of BV values: the mean over ORDERS
-    orders.
+    orders. Each program also copies LAST of the last inputs of the first order's last document.
 
     places, int64 [ORDERS, documents, 6]: addresses of the documents' transition, increment, first,
     last, decays and steps (`RecurrentStates`), the first four of the dtype of `maps`, the others
-    of `floats`. state, out: float32 [R, H, ...], before and behind; windows [R, channels, KERNEL]
-    before. weight [R, channels, KERNEL], bias [R, channels]. Keys of the convolution begin at
-    channel key_at, values at value_at. See `recur_kernel` for the other arguments.
+    of `floats`. states, float32 [slots, R, H, ...], and windows [slots, R, channels, KERNEL] are
+    read in the slot `before` (-1: none) and written in the slot `into`. weight [R, channels,
+    KERNEL], bias [R, channels]. Keys of the convolution begin at channel key_at, values at
+    value_at. See `recur_kernel` for the other arguments.
     """
     layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    layers = tl.num_programs(0).to(tl.int64)
+    state = states + before * layers * heads * head_size
+    out = states + into * layers * heads * head_size
+    has_before = before >= 0
     keys = tl.arange(0, DKP)
     values = tl.program_id(2) * BV + tl.arange(0, BV)
     in_keys, in_values = keys < DK, values < DV
@@ -267,14 +273,14 @@ def compose_kernel(
     place += keys[:, None] * KEY_STRIDE + values[None, :] * VALUE_STRIDE
     of_keys = layer * channels + key_at + (head // GROUP) * DK + keys
     of_values = layer * channels + value_at + head * DV + values
-    begin = tl.load(state + place, mask=inside & (has_before != 0), other=0.0)
+    begin = tl.load(state + place, mask=inside & has_before, other=0.0)
     mean = tl.zeros((DKP, BV), tl.float32)
     element = tl.pointer_type(maps.dtype.element_ty)
     number = tl.pointer_type(floats.dtype.element_ty)
     for order in tl.static_range(ORDERS):
         now = begin
-        tail = windows
-        has_tail = has_before != 0
+        tail = windows + before * layers * channels * KERNEL
+        has_tail = has_before
         for document in range(documents):
             entry = places + (order * documents + document) * 6
             transition = tl.multiple_of(tl.load(entry).to(element), 16)
@@ -334,4 +340,10 @@ def compose_kernel(
             tail = tl.load(entry + 3).to(element)
             has_tail = document >= 0
         mean += now
+        if order == 0:
+            share = (head * tl.num_programs(2) + tl.program_id(2)) * LAST + tl.arange(0, LAST)
+            of_layer = share < channels * KERNEL
+            share += layer * channels * KERNEL
+            last = tl.load(tail + share, mask=of_layer)
+            tl.store(windows + into * layers * channels * KERNEL + share, last, mask=of_layer)
     tl.store(out + place, mean / ORDERS, mask=inside)

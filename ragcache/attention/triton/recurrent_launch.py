@@ -4,7 +4,7 @@ of the kernels."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -289,6 +289,14 @@ def _strided(tensor: Tensor) -> tuple[Tensor, int, int]:
     return tensor, tensor.stride(1), tensor.stride(2)
 
 
+class _ComposeSizes(NamedTuple):
+    """Sizes of a composition, which are the same for all of a model."""
+
+    grid: tuple[int, int, int]
+    ints: tuple[int, ...]
+    constants: dict[str, Any]
+
+
 class Composer:
     """Composes documents into slots by one kernel for all layers, documents and orders.
 
@@ -306,6 +314,8 @@ class Composer:
         self.pool, self.weight, self.bias = pool, weight.contiguous(), bias
         self.delta, self.silu = delta, silu
         self._known = WeakKeyDictionary[RecurrentStates, Sequence[int]]()
+        self._sizes: _ComposeSizes | None = None
+        self._compiled = dict[tuple[int, ...], Any]()
 
     def fits(self, documents: Sequence[RecurrentStates]) -> bool:
         """Tell whether the kernel composes documents: they are as long as the convolution, of the
@@ -342,48 +352,71 @@ class Composer:
             before: The states before the documents. None begins a text.
             into: The slot.
         """
-        states, windows = self.pool.states, self.pool.windows
+        states, windows, first = self.pool.states, self.pool.windows, orders[0][0]
         assert states is not None
-        first, source = orders[0][0], (into if before is None else before).index
-        heads, rows, columns = first.increment.shape[1:]
-        dim, width = (rows, columns) if self.delta else (columns, rows)
-        channels, kernel = self.weight.shape[1:]
-        keys = (channels - heads * width) // (2 * dim)  # heads of queries and keys
         places = self._upload([self._addresses(each) for order in orders for each in order])
         bias = self.weight if self.bias is None else self.bias
-        compose_kernel[len(self.weight), heads, triton.cdiv(width, COMPOSED_VALUES)](
-            *(places, len(orders[0]), states[source], windows[source], int(before is not None)),
-            *(states[into.index], self.weight, bias, first.increment, first.decays),
-            channels,
-            heads,
-            keys * dim if self.delta else heads * width,
-            2 * keys * dim if self.delta else 0,
-            rows * columns,
-            ORDERS=len(orders),
-            GROUP=heads // keys,
-            DK=dim,
-            DKP=max(16, triton.next_power_of_2(dim)),
-            DV=width,
-            BV=COMPOSED_VALUES,
-            KEY_STRIDE=columns if self.delta else 1,
-            VALUE_STRIDE=1 if self.delta else columns,
-            DELTA=self.delta,
-            CHANNELS=first.decays.shape[-1] > 1,
-            KERNEL=kernel,
-            SILU=self.silu,
-            BIAS=self.bias is not None,
-            NARROW=first.increment.dtype == torch.bfloat16,
-            num_warps=COMPOSE_WARPS,
-            num_stages=1,
+        number = -1 if before is None else before.index
+        tensors = places, states, windows, self.weight, bias, first.increment, first.decays
+        sizes = self._sizes = self._sizes or self._choose_sizes(channels=first.decays.shape[-1] > 1)
+        arguments = (
+            *(places, len(orders[0]), states, windows, number, into.index),
+            *(self.weight, bias, first.increment, first.decays, *sizes.ints),
         )
-        windows[into.index].copy_(orders[0][-1].last[:, 0])
+        if not windows.is_cuda:
+            compose_kernel[sizes.grid](*arguments, ORDERS=len(orders), **sizes.constants)
+            return
+        # launching a compiled kernel takes the host half the time
+        kind = len(orders), *(each.data_ptr() % 16 for each in tensors)
+        kernel = self._compiled.get(kind)
+        if kernel is None:
+            kernel = self._compiled[kind] = compose_kernel.warmup(
+                *arguments,
+                ORDERS=len(orders),
+                **sizes.constants,
+                num_warps=COMPOSE_WARPS,
+                num_stages=1,
+                grid=(1,),
+            )
+        kernel[sizes.grid](*arguments, len(orders), *sizes.constants.values())
+
+    def _choose_sizes(self, *, channels: bool) -> _ComposeSizes:
+        """The sizes of the pool's states and of the weights. `channels`: of the decays."""
+        states, (layers, count, kernel) = self.pool.states, self.weight.shape
+        assert states is not None
+        heads, rows, columns = states.shape[2:]
+        dim, width = (rows, columns) if self.delta else (columns, rows)
+        keys = (count - heads * width) // (2 * dim)  # heads of queries and keys
+        key_at = keys * dim if self.delta else heads * width
+        value_at = 2 * keys * dim if self.delta else 0
+        blocks = triton.cdiv(width, COMPOSED_VALUES)
+        narrow = self.pool.windows.dtype == torch.bfloat16
+        return _ComposeSizes(
+            (layers, heads, blocks),
+            (count, heads, key_at, value_at, rows * columns),
+            {  # in the order of the kernel's parameters
+                "GROUP": heads // keys,
+                "DK": dim,
+                "DKP": max(16, triton.next_power_of_2(dim)),
+                "DV": width,
+                "BV": COMPOSED_VALUES,
+                "KEY_STRIDE": columns if self.delta else 1,
+                "VALUE_STRIDE": 1 if self.delta else columns,
+                "DELTA": self.delta,
+                "CHANNELS": channels,
+                "KERNEL": kernel,
+                "SILU": self.silu,
+                "BIAS": self.bias is not None,
+                "NARROW": narrow,
+                "LAST": triton.next_power_of_2(triton.cdiv(count * kernel, heads * blocks)),
+            },
+        )
 
     def _upload(self, places: Sequence[Sequence[int]]) -> Tensor:
         """Addresses on the device, without waiting for it."""
-        host = torch.tensor(places, dtype=torch.int64)
-        if self.pool.windows.is_cuda:
-            host = host.pin_memory()
-        return host.to(self.pool.windows.device, non_blocking=True)
+        device = self.pool.windows.device
+        host = torch.tensor(places, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return host.to(device, non_blocking=True)
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -26,7 +26,8 @@ TYPES = {
     "fp32": ("scale",),
 }
 SIZES = {"DK": 64, "DKP": 64, "DV": 64, "BV": 16, "KEY_STRIDE": 64, "VALUE_STRIDE": 1, "KERNEL": 4,
-         "BLOCK": 64, "GROUP": 1, "ORDERS": 2, "SILU": True, "BIAS": False, "NARROW": True}
+         "BLOCK": 64, "LAST": 64, "GROUP": 1, "ORDERS": 2, "SILU": True, "BIAS": False,
+         "NARROW": True}
 NAMES = {name: kind for kind, names in TYPES.items() for name in names}
 
 
