@@ -437,7 +437,8 @@ def _split_heads(channels: Tensor, size: int) -> Tensor:
 
 def _of_each_head(keys: Tensor, values: Tensor) -> Tensor:
     """Keys of groups, as keys of the heads of the values: [..., H, T, D]."""
-    return keys.repeat_interleave(values.shape[-3] // keys.shape[-3], -3)
+    each = values.shape[-3] // keys.shape[-3]
+    return keys if each == 1 else keys.repeat_interleave(each, -3)
 
 
 def _inverse(strictly_lower: Tensor) -> Tensor:
