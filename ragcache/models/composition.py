@@ -338,7 +338,7 @@ class _Order:
 
         Args:
             state: Their states before the documents, [heads, dk, dv].
-            steps: What each document does to them.
+            steps: Effect of each document on them.
             layers: The layers.
         """
         found, other = torch.empty_like(state), torch.empty_like(state)

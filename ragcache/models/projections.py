@@ -33,7 +33,7 @@ GROUPS = (
 class MergedLinear(nn.Module):
     """So many linear layers over the same input, multiplied at once. Keeps the last input with its
     product until every layer has its columns, in any order: Falcon-H1 asks for up before gate.
-    Threads may call it at once: they see all of what is kept or nothing.
+    Threads may call it at once: they see the whole tuple or none.
     """
 
     def __init__(self, linear: nn.Module, layers: int) -> None:
