@@ -627,13 +627,14 @@ class EngineCore:
 
     def _retire(self, accepted: list[Sequence]) -> None:
         """Remove finished sequences from the running ones, and free their blocks."""
-        if not any(sequence.finished for sequence in accepted):
+        if not [sequence for sequence in accepted if sequence.finished]:
             return
-        for sequence in self._running:
-            if sequence.finished:
-                self._keep_states(sequence)
-                self.kv_manager.release_sequence(sequence)
-        self._running = [each for each in self._running if not each.finished]
+        finished = [sequence for sequence in self._running if sequence.finished]
+        for sequence in finished:
+            self._keep_states(sequence)
+            self.kv_manager.release_sequence(sequence)
+        if finished:
+            self._running = [each for each in self._running if not each.finished]
         self._max_running = self.config.running
 
     def _keep_states(self, sequence: Sequence) -> None:

@@ -338,8 +338,8 @@ class _PendingTokens:
             self.event.synchronize()
         found: list[int] = self.host[0].tolist()
         results: list[SampledToken | UnusableLogits] = [*map(SampledToken, found)]
-        for row, (state, token) in enumerate(zip(self.states, found, strict=True)):
-            if token >= 0:
+        for row, state in enumerate(self.states):
+            if found[row] >= 0:
                 state.drawn += 1
             else:
                 results[row] = unusable(state)
