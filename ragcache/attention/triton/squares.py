@@ -41,11 +41,19 @@ def attend_square(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tu
     heads, rows, _ = query.shape
     if not query.is_cuda:
         return _by_definition(query, key, value, scale)
-    q, k, v = (pad(each[None], (0, 0, 0, -rows % ROUNDED)) for each in (query, key, value))
+    q, k, v = (_by_rows(each) for each in (query, key, value))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, True, False, scale=scale
     )
     return out[0, :, :rows], lse.reshape(heads, -1)[:, :rows]
+
+
+def _by_rows(states: Tensor) -> Tensor:
+    """States [H, T, D] as [1, H, padded T, D] in memory [T, H, D], in which queries and keys mostly
+    are: cuDNN prepares each layout for itself, and results have that of the queries."""
+    rows, more = states.transpose(0, 1), -states.shape[1] % ROUNDED
+    rows = pad(rows, (0, 0, 0, 0, 0, more)) if more else rows.contiguous()
+    return rows.transpose(0, 1)[None]
 
 
 def _by_definition(
