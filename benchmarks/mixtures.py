@@ -279,6 +279,10 @@ def measure(
         if profiled and device != "cpu":
             asked = session.requests(load.requests, 14, sampled=True, seed=7)
             found["profile"] = profile_kernels(lambda: step_ms(engine, asked))
+            [request] = session.requests(1, 1, sampled=False, seed=7)
+            found["first_token_profile"] = profile_kernels(
+                lambda: engine.submit_request(request).result(_PATIENCE)
+            )
             log("profiled")
     for kind in load.answers:
         found[f"{kind}_experts"] = count_experts(session, sampled=kind == "sampled")
@@ -330,7 +334,8 @@ def main() -> None:
         except Exception as error:  # the other shapes go on
             found = {"error": f"{error!r}\n{traceback.format_exc()}"}
         document["shapes"][name] = found
-        print(json.dumps({k: v for k, v in found.items() if k != "profile"}, indent=1), flush=True)
+        shown = {name: value for name, value in found.items() if "profile" not in name}
+        print(json.dumps(shown, indent=1), flush=True)
         torch._dynamo.reset()  # compiled layers refer to the model
         gc.collect()
         if arguments.device != "cpu":

@@ -1,7 +1,7 @@
 """Triton kernels of a mixture with few rows: its choice of experts, and its products, whose time is
 the reading of weights."""
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
@@ -9,6 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 LOWEST = tl.constexpr(-3.0e38)
+
+ROOMS: Final = (256, 1024)
+"""Numbers of pairs of a row and an expert for which kernels have room."""
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -25,7 +28,7 @@ def expert_product_kernel(
     pairs,
     K,
     N,
-    ORDERED: tl.constexpr,
+    BACK: tl.constexpr,
     GATED: tl.constexpr,
     PER: tl.constexpr,
     S: tl.constexpr,
@@ -36,29 +39,26 @@ def expert_product_kernel(
 ):
     """Rows times the weights of one expert, BN columns a program.
 
-    Pair s has the row s // PER of `rows` and the expert experts[s]: out [pairs, N]. A program finds
-    the pairs of its expert among all, and ends at once if there are none; each weight is read once
-    for BM pairs. S: room for pairs, a power of two. ORDERED: order [pairs] gets their numbers.
-    GATED: the weights have 2 N columns, gates and then values; out is silu(gate) * value.
+    Pair s has the row s // PER of `rows` and the expert experts[s]; order [pairs] has the pairs by
+    their experts: out [pairs, N] follows it. A program counts the pairs of its expert, and ends at
+    once if there are none; each weight is read once for BM pairs. S: room for pairs, a power of
+    two. BACK: `rows` [pairs, K] follow the order, and out follows the pairs. GATED: the weights
+    have 2 N columns, gates and then values; out is silu(gate) * value.
     """
     expert = tl.program_id(1)
     s = tl.arange(0, S)
-    chosen = tl.load(experts + s, mask=s < pairs, other=-1) == expert
-    count = tl.sum(chosen.to(tl.int32), 0)
-    if ORDERED:
-        tl.store(
-            order + s, s.to(tl.int64), mask=s < tl.where(tl.program_id(0) + expert == 0, pairs, 0)
-        )
+    of = tl.load(experts + s, mask=s < pairs, other=-1)
+    count = tl.sum((of == expert).to(tl.int32), 0)
     if count > 0:
-        rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
+        before = tl.sum(((of >= 0) & (of < expert)).to(tl.int32), 0)
         n = tl.program_id(0) * BN + tl.arange(0, BN)
         k = tl.arange(0, BK)
         columns = weight + expert.to(tl.int64) * expert_stride + n[None, :] * out_stride
         for first in range(0, count, BM):
             m = first + tl.arange(0, BM)
-            found = chosen[None, :] & (rank[None, :] == m[:, None])
-            pair = tl.sum(tl.where(found, s[None, :], 0), 1)
-            at = rows + (pair // PER).to(tl.int64)[:, None] * row_stride
+            pair = tl.load(order + before + m, mask=m < count, other=0)
+            row = before + m if BACK else pair // PER
+            at = rows + row.to(tl.int64)[:, None] * row_stride
             acc = tl.zeros([BM, BN], tl.float32)
             values = tl.zeros([BM, BN], tl.float32)
             for begin in tl.range(0, K, BK, num_stages=STAGES):
@@ -81,7 +81,8 @@ def expert_product_kernel(
                     values = tl.dot(x, w, values, input_precision="ieee")
             if GATED:
                 acc = acc / (1 + tl.exp(-acc)) * values
-            place = out + pair.to(tl.int64)[:, None] * N + n[None, :]
+            to = pair if BACK else before + m
+            place = out + to.to(tl.int64)[:, None] * N + n[None, :]
             stored = (m < count)[:, None] & (n < N)[None, :]
             tl.store(place, acc.to(out.dtype.element_ty), mask=stored)
 
@@ -90,9 +91,9 @@ def multiply_few(
     rows: Tensor,
     weight: Tensor,
     experts: Tensor,
-    room: int,
-    order: Tensor | None = None,
+    order: Tensor,
     *,
+    back: bool = False,
     gated: bool = False,
 ) -> Tensor:
     """Multiply rows by the weights of their experts.
@@ -100,13 +101,14 @@ def multiply_few(
     Args:
         rows: [T, K], or [T * k, K] for a row of each pair.
         weight: [E, K, N].
-        experts: [T, k].
-        room: Power of two, at least the number of pairs.
-        order: [T * k], gets the numbers of the pairs.
+        experts: [T, k]. A pair is a row with one of its experts.
+        order: [T * k], the pairs by their experts (`sort_pairs`).
+        back: Whether the rows follow `order`, and the results the pairs. Otherwise the rows follow
+            the pairs, and the results `order`.
         gated: Whether the first half of the columns are gates of the others.
 
     Returns:
-        [T * k, N], or N / 2 if gated, pair by pair.
+        [T * k, N], or N / 2 if gated.
     """
     pairs, count, width = experts.numel(), weight.shape[0], weight.shape[2] // (1 + gated)
     out = rows.new_empty(pairs, width)
@@ -114,15 +116,39 @@ def multiply_few(
     block["BN"] //= 1 + gated
     expert_product_kernel[triton.cdiv(width, block["BN"]), count](
         *(rows, rows.stride(0), weight, *weight.stride(), experts, out),
-        out if order is None else order,
-        *(pairs, weight.shape[1], width),
-        ORDERED=order is not None,
+        *(order, pairs, weight.shape[1], width),
+        BACK=back,
         GATED=gated,
         PER=pairs // len(rows),
-        S=room,
+        S=_room(pairs),
         **block,
     )
     return out
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def sort_kernel(experts, order, pairs, S: tl.constexpr):
+    """The pairs by their experts, order [pairs]; an expert a program. S: room for pairs."""
+    expert = tl.program_id(0)
+    s = tl.arange(0, S)
+    of = tl.load(experts + s, mask=s < pairs, other=-1)
+    chosen = of == expert
+    before = tl.sum(((of >= 0) & (of < expert)).to(tl.int32), 0)
+    rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(order + before + rank, s.to(tl.int64), mask=chosen)
+
+
+def sort_pairs(experts: Tensor, count: int) -> Tensor:
+    """Return the pairs of `experts` [T, k] by their experts, of which there are `count`:
+    [T * k]."""
+    order, pairs = torch.empty_like(experts).flatten(), experts.numel()
+    sort_kernel[count,](experts, order, pairs, S=_room(pairs), num_warps=4)
+    return order
+
+
+def _room(pairs: int) -> int:
+    """Room for pairs. It has few sizes: kernels are compiled for each."""
+    return next(size for size in ROOMS if pairs <= size)
 
 
 def choose_block(dtype: torch.dtype, pairs: int, experts: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The experts of a mixture on a GPU: products without waiting for the device, in compiled layers.
 
 transformers' own products over sorted rows take a dozen small kernels around each of the two. With
-few rows, a step reads weights and hardly computes; each product is then one kernel, which finds the
-rows of each expert by itself. Many rows are sorted, and multiplied by PyTorch's grouped product.
+few rows, a step reads weights and hardly computes; each product is then one kernel, and one more
+sorts the rows. Many rows are multiplied by PyTorch's grouped product.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 IMPLEMENTATION = "ragcache"
-FEW_PAIRS = 256
-"""Pairs of a row and an expert up to which one kernel computes a product. Each of its programs
-looks through all of them: with room for 1,024, a first token of Qwen3-30B-A3B took 54 ms on an
-H200."""
+FEW_PAIRS = 1024
+"""Pairs of a row and an expert up to which one kernel computes a product."""
 
 
 def use_expert_kernels(model: nn.Module) -> None:
@@ -92,10 +90,10 @@ def to_experts(rows: Tensor, weight: Tensor, experts: Tensor, gated: bool) -> tu
     """
     rows, experts = rows.contiguous(), experts.contiguous()
     if _few(rows, experts):
-        from ragcache.models.expert_kernels import multiply_few
+        from ragcache.models.expert_kernels import multiply_few, sort_pairs
 
-        order = torch.empty_like(experts).flatten()
-        return multiply_few(rows, weight, experts, FEW_PAIRS, order, gated=gated), order
+        order = sort_pairs(experts, len(weight))
+        return multiply_few(rows, weight, experts, order, gated=gated), order
     chosen, order = experts.flatten().sort()
     found = _multiply_groups(rows[order // experts.shape[1]], weight, chosen)
     if gated:
@@ -120,7 +118,7 @@ def from_experts(rows: Tensor, weight: Tensor, experts: Tensor, order: Tensor) -
     if _few(rows, experts):
         from ragcache.models.expert_kernels import multiply_few
 
-        return multiply_few(rows, weight, experts, FEW_PAIRS)
+        return multiply_few(rows, weight, experts, order, back=True)
     found = _multiply_groups(rows, weight, experts.flatten()[order])
     return torch.empty_like(found).index_copy_(0, order, found)
 

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 pytestmark = pytest.mark.gpu
 EXPERTS, CHOSEN, SIZE, WIDTH = 16, 4, 256, 352
-ROWS = (1, 2, 7, 64, FEW_PAIRS // CHOSEN, FEW_PAIRS // CHOSEN + 1, 3000)
+ROWS = (1, 2, 7, 64, 65, FEW_PAIRS // CHOSEN, FEW_PAIRS // CHOSEN + 1, 3000)
 
 
 @pytest.mark.parametrize("turned", [False, True])

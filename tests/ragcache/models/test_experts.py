@@ -61,26 +61,26 @@ def _width(model: Any) -> int:
 
 @interpreted
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("rows", [1, 9, 70])
-def test_one_kernel_multiplies_few_rows(rows: int, *, turned: bool) -> None:
-    from ragcache.models.expert_kernels import multiply_few
+@pytest.mark.parametrize(("rows", "chosen"), [(1, 3), (9, 3), (100, 1), (100, 3)])
+def test_one_kernel_multiplies_few_rows(rows: int, chosen: int, *, turned: bool) -> None:
+    from ragcache.models.expert_kernels import multiply_few, sort_pairs
 
-    hidden, experts, _ = drawn(rows, 3, 5, 40)
-    weight = torch.randn(5, 40, 72)
+    hidden, experts, _ = drawn(rows, chosen, 6, 40)
+    experts[experts == 4] = 5  # an expert without pairs
+    up, down = torch.randn(6, 40, 72) / 6, torch.randn(6, 72, 24) / 8
     if turned:
-        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    for given in (hidden, hidden.repeat_interleave(3, 0)):
-        order = torch.empty(3 * rows, dtype=torch.int64)
-        found = multiply_few(given, weight, experts, 256, order)
-        pairs = zip(
-            given.repeat_interleave(len(found) // len(given), 0), experts.flatten(), strict=True
-        )
-        expected = torch.stack([row @ weight[expert] for row, expert in pairs])
-        torch.testing.assert_close(found, expected, **CLOSE)
-        assert order.tolist() == list(range(3 * rows))
-        found = multiply_few(given, weight, experts, 256, gated=True)
-        gate, values = expected.chunk(2, -1)
-        torch.testing.assert_close(found, torch.nn.functional.silu(gate) * values, **CLOSE)
+        up, down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (up, down))
+    order = sort_pairs(experts, 6)
+    assert torch.equal(order, experts.flatten().argsort(stable=True))
+    chosen_up, chosen_down = (w[experts.flatten()] for w in (up, down))
+    expected = (hidden.repeat_interleave(chosen, 0)[:, None] @ chosen_up)[:, 0]
+    found = multiply_few(hidden, up, experts, order)
+    torch.testing.assert_close(found, expected[order], **CLOSE)
+    gate, values = found.chunk(2, -1)
+    gated = multiply_few(hidden, up, experts, order, gated=True)
+    torch.testing.assert_close(gated, torch.nn.functional.silu(gate) * values, **CLOSE)
+    back = multiply_few(found, down, experts, order, back=True)
+    torch.testing.assert_close(back, (expected[:, None] @ chosen_down)[:, 0], **CLOSE)
 
 
 @interpreted
