@@ -34,7 +34,9 @@ def shaped_model(
 
     tokenizer = PlainTokenizer(READER)
     if device is None:
-        return LoadedModel("shape", shaped_causal(shape, dtype, answers), tokenizer)
+        return without_refusals(
+            LoadedModel("shape", shaped_causal(shape, dtype, answers), tokenizer)
+        )
     model = draw_model(shape, device)
     if answers is None:
         tokens = range(min(shape.vocabulary, len(tokenizer)))
@@ -43,4 +45,13 @@ def shaped_model(
     silence_others(model, answers)
     causal = wrap_causal(model)
     causal.fingerprint = f"random weights of {shape}"
-    return LoadedModel("shape", causal, tokenizer)
+    return without_refusals(LoadedModel("shape", causal, tokenizer))
+
+
+def without_refusals(model: LoadedModel) -> LoadedModel:
+    """Return the model as one without a token that says that there is no answer.
+
+    That token is the reader's. Steps would suppress it, which those of no other model do.
+    """
+    vars(model)["no_answer_id"] = None
+    return model

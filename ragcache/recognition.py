@@ -219,6 +219,8 @@ class PrefixGroup:
     def of(cls, rows: Sequence[ModuleRow]) -> PrefixGroup:
         """Return the group of one or more rows. Keeps the first of equal texts."""
         every = [row.text.strip() for row in rows]
+        if len(rows) == 1:  # nearly always
+            return cls([*rows], [len(every[0])], every[0], len(every[0]), [-1])
         order = sorted(range(len(rows)), key=every.__getitem__)
         order = [n for i, n in enumerate(order) if not i or every[n] != every[order[i - 1]]]
         texts = [every[n] for n in order]

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 BUCKETS: dict[StepKind, tuple[int, ...]] = {
     "decode": (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
-    "mixed": (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048),
+    "mixed": (8, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048),
 }
 """Rows of the graphs, by kind of step. A step is padded to the next size."""
 

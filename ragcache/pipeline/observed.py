@@ -59,11 +59,12 @@ OTHER_MODE = {ROOTED: PRIMED, PRIMED: ROOTED}
 _REFRESHES = 100
 """Most refreshes of a stored text's end during its time to live."""
 _PAUSE_SECONDS = 0.05
-"""Seconds after a prompt in which it is not compared with others, and nothing is encoded: its
-request goes first."""
+"""Seconds after a prompt in which nothing is encoded: its request is on the way to the engine."""
 _MOST_SECONDS = 1.0
 """Longest wait of a text for a pause. Under constant load it is then encoded beside requests."""
 _POLL_SECONDS = 0.01
+_LAUNCH_SECONDS = 0.005
+"""Seconds after a prompt at which it is compared with others, so that its request goes first."""
 
 
 class _Prompt(NamedTuple):
@@ -381,7 +382,7 @@ class ObservedModules:
 
         Later prompts have another turn, behind records of modules and other namespaces.
         """
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(_LAUNCH_SECONDS)
         with self._lock:
             self._works = False
         self._compare()

@@ -155,7 +155,7 @@ class TierEntries:
         return len(self.documents) + len(self.conversations)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._of(key)
+        return key in self.documents or key in self.conversations
 
     def __iter__(self) -> Iterator[KVKey]:
         """Iterate over the keys, those of documents first."""
