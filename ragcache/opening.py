@@ -12,7 +12,7 @@ from ragcache.config import parse_bytes, parse_optional_bytes
 from ragcache.db import Database, Ledger
 from ragcache.errors import ConfigurationError, InvalidRequest, StoreUnwritable
 from ragcache.models import LoadedModel, load_model
-from ragcache.params import OpenConfig
+from ragcache.params import LEDGER_FILE, OpenConfig
 from ragcache.pipeline import SharedServices
 from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
 from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
@@ -67,7 +67,7 @@ def open_folder(
     _create_folder(folder)
     with ExitStack() as opened:
         database = opened.enter_context(
-            closing(Database.open(config.ledger or folder / "ledger.sqlite"))
+            closing(Database.open(config.ledger or folder / LEDGER_FILE))
         )
         loaded = model if isinstance(model, LoadedModel) else _load(model, config, database)
         variables = _template_kwargs(loaded, config.chat_template_kwargs)

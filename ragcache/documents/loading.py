@@ -35,7 +35,7 @@ from ragcache.errors import (
     UnreadableDocument,
 )
 from ragcache.files import open_regular
-from ragcache.params import OpenConfig
+from ragcache.params import LEDGER_FILE, OpenConfig
 
 _INSTALLED = frozenset({"node_modules", "__pycache__", "site-packages"})  # not documents
 _BLOCK = 2**24  # bytes read at once
@@ -223,6 +223,10 @@ class _Loader:
         found: list[Path] = []
         for root, names, files in os.walk(folder, onerror=self._note_folder):
             below = Path(root)
+            if LEDGER_FILE in files:
+                names.clear()
+                self.skipped.append(SkippedFile(f"{below}{os.sep}", "a state folder of ragcache"))
+                continue
             for name in sorted(_INSTALLED.intersection(names)):
                 reason = "installed packages; give the folder itself to ingest it"
                 self.skipped.append(SkippedFile(f"{below / name}{os.sep}", reason))

@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 from langchain_core.documents import Document
 
-from ragcache.documents import DocumentPart, FileFilter, SourceDocument, load_sources
+from ragcache.documents import (
+    DocumentPart,
+    FileFilter,
+    SkippedFile,
+    SourceDocument,
+    load_sources,
+)
 from ragcache.documents.formats.text import TEXT_SUFFIXES
 from ragcache.errors import DocumentError, NoDocuments, UnreadableDocument
+from ragcache.params import LEDGER_FILE
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -88,6 +95,14 @@ class TestFolders:
         assert [document.id for document in loaded.documents] == ["a.md"]
         [skipped] = loaded.skipped
         assert skipped.reason.startswith("installed packages")
+
+    def test_a_state_folder_among_documents_is_left_out(self, tmp_path: Path) -> None:
+        write(tmp_path, a="text", state__blobs__b="text")
+        (tmp_path / "state" / LEDGER_FILE).write_bytes(b"")
+        loaded = load_sources(tmp_path)
+        assert [document.id for document in loaded.documents] == ["a.md"]
+        [skipped] = loaded.skipped
+        assert skipped == SkippedFile(f"{tmp_path / 'state'}{os.sep}", "a state folder of ragcache")
 
     def test_reading_is_reported_in_bytes(self, tmp_path: Path) -> None:
         seen: list[tuple[int, int]] = []
