@@ -88,9 +88,9 @@ def schedule(
             yield CORE, [p for p in left if p.setting == MAIN]
             yield CORE, [p for p in left if p.setting != MAIN]
         elif part == "other settings":
-            yield CORE, [p for p in prompts if p.setting != MAIN]
+            yield CORE, [p for p in prompts if p.setting != MAIN and key_of(p.row) not in known]
         elif part == "wide":
-            yield WIDE, [p for p in main if key_of(p.row) not in done]
+            yield WIDE, [p for p in main if key_of(p.row) not in known]
         elif part == "at most 5":
             yield AT_MOST_5, [p for p in main if p.similar]
         else:
