@@ -7,12 +7,12 @@ Graphs are captured at the same steps on every rank, since all ranks count alike
 
 from __future__ import annotations
 
-import struct
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -181,14 +181,14 @@ class FollowedStep:
 
     def parts(self) -> Sequence[Part]:
         """Lay out the message for `read_device_message`."""
-        lists = self.waits, self.others, self.content.lines
-        head = (
+        waits, others, content = self.waits, self.others, self.content
+        fields = (
             *(_STEP_MARK, self.number, self.eager, _KINDS.index(self.kind), self.rows),
             *(self.logits, self.bucket or 0, self.follows, self.whole),
-            *map(len, lists),
-            *chain.from_iterable(lists),
+            *(len(waits), len(others), len(content.lines)),
         )
-        return struct.pack(f"={len(head)}q", *head), *self.content.parts
+        head = array("q", (*fields, *waits, *others, *content.lines))
+        return head.tobytes(), *content.parts
 
     @classmethod
     def read(cls, content: memoryview) -> FollowedStep:

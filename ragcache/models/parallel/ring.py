@@ -20,7 +20,7 @@ from ragcache.models.parallel.collectives import SignsOfLife
 SLOTS, SLOT_BYTES = 8, 2**20
 RING_BYTES = SLOTS * (8 + SLOT_BYTES)
 Part: TypeAlias = bytes | memoryview
-"""Bytes of a message."""
+"""Bytes of a message, one by one."""
 _SPIN = 0.02  # seconds for which a follower polls
 _NAP = 0.02  # seconds that it sleeps at most
 _LONG = -1  # length of a message that crosses the connection
@@ -65,13 +65,15 @@ class RingWriter(_Ring):
             if self._written - self._read >= SLOTS:
                 self._check()
                 time.sleep(0)
-        slot, message = self._written % SLOTS, b"".join(parts)
-        size = len(message)
-        if size > SLOT_BYTES:
-            self._write_long(slot, message)
+        slot = self._written % SLOTS
+        if sum(map(len, parts)) > SLOT_BYTES:
+            self._write_long(slot, b"".join(parts))
             return
-        self._slots[slot][:size] = message
-        self._lengths[slot] = size
+        into, end = self._slots[slot], 0
+        for part in parts:
+            begin, end = end, end + len(part)
+            into[begin:end] = part
+        self._lengths[slot] = end
         self._count()
         self.wake()
 
