@@ -313,7 +313,7 @@ class ShapeBench:
     """The engine of a shape, and what is measured of it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        shape = ALL_SHAPES[options.shape]
+        shape, self.options = ALL_SHAPES[options.shape], options
         self.shape = replace(shape, num_layers=options.layers or shape.num_layers)
         self.device, self.tiny = torch.device(options.device), options.shape == "tiny"
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -393,6 +393,12 @@ class ShapeBench:
                 grown = getattr(self.engine.stats, part) - getattr(stats, part)
                 self.figures[name][f"{part}_ms"] = 1e3 * grown / steps
         say(f"{name}: " + json.dumps({k: v for k, v in self.figures[name].items() if k != "runs"}))
+        save(self.options, self.result())  # whatever ends the process later
+
+    def result(self) -> dict[str, Any]:
+        options = self.options
+        return {"figures": self.figures, "ranks": options.ranks, "shape": options.shape,
+                "layers": self.shape.num_layers, "fp8": options.fp8}  # fmt: skip
 
     def first_tokens(self, count: int, documents: Sequence[KVStates]) -> dict[str, Any]:
         times = []
@@ -499,18 +505,13 @@ class ShapeBench:
 
 def shape(options: argparse.Namespace) -> dict[str, Any]:
     bench = ShapeBench(options)
-    try:
-        bench.run()
-    finally:
-        result = {"figures": bench.figures, "ranks": options.ranks, "shape": options.shape,
-                  "layers": bench.shape.num_layers, "fp8": options.fp8}  # fmt: skip
-        save(options, result)
+    bench.run()
     bench.engine.close()
     if options.ranks > 1:
         begin = time.perf_counter()
         bench.causal.close()
         say(f"closed in {time.perf_counter() - begin:.2f} s")
-    return result
+    return bench.result()
 
 
 def sums(options: argparse.Namespace) -> dict[str, Any]:

@@ -31,6 +31,7 @@ if RANKS < 2:
 pytestmark = pytest.mark.gpu
 
 SOON = 5.0  # seconds in which a failure must be known, and all processes gone
+LIMIT = 280.0  # seconds of a test, in which all ranks may have to compile the model
 SIZES: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 HISTORIES = int(os.environ.get("RAGCACHE_TEST_HISTORIES", 10))
 
@@ -53,7 +54,7 @@ def history(causal: CausalLM, seed: int) -> History:
 
 def test_histories_are_the_same_over_several_devices() -> None:
     """A thousand requests that join, end, are canceled or late, preempted, forked, constrained."""
-    faulthandler.dump_traceback_later(280, exit=True)
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
     alone = wrap_causal(tiny_model("llama", **SIZES).to("cuda:0"))
     together = split()
     preempted = evicted = 0
@@ -153,12 +154,12 @@ def ask_until_failure(engine: LLMEngine, stream: Iterator[TokenDelta]) -> None:
 
 @pytest.mark.parametrize("death", DEATHS)
 def test_a_follower_that_dies_ends_the_engine(death: str, model: DeviceParallelLM) -> None:
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
     kill, reason = DEATHS[death]
     followers = processes(model)
     used = [torch.cuda.mem_get_info(rank)[0] for rank in range(RANKS)]
     with LLMEngine(model, EngineConfig(2**24, warm_up=True)) as engine:
-        engine.submit_request(long_request()).result(90)
+        engine.submit_request(long_request()).result(LIMIT)
         stream = iter(engine.submit_request(long_request()))
         next(stream)
         begin = time.monotonic()
@@ -189,7 +190,7 @@ def test_a_folder_is_written_and_read_by_any_number_of_devices(tmp_path: Path) -
     from ragcache import RagCache, SourceDocument
     from ragcache.models.loader import READER
 
-    faulthandler.dump_traceback_later(200, exit=True)
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
     tokenizer = AutoTokenizer.from_pretrained(str(READER))
     sizes = {**SIZES, "vocab_size": len(tokenizer), "max_position_embeddings": 2048}
     tiny_model("llama", **sizes).save_pretrained(tmp_path / "model")
