@@ -28,7 +28,7 @@ from ragcache.engine import EngineConfig, Request, assemble_context
 from ragcache.engine.core import AnswerChannel, EngineCore
 from ragcache.engine.device_runner import DeviceModelRunner
 from ragcache.engine.sampler import Sampler, SamplerState, _PendingTokens
-from ragcache.machine import describe_machine, frozen_heap
+from ragcache.machine import YOUNG_OBJECTS, describe_machine, frozen_heap
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
 
@@ -129,7 +129,7 @@ class PlanningLoad:
         for number in range(self.running):  # answers that end one after another
             self.join(1 + (number + 1) * self.setting.new_tokens // self.running)
         warm = 20
-        with frozen_heap():
+        with frozen_heap(YOUNG_OBJECTS):
             times = [self.step() for _ in range(warm + self.setting.steps)][warm:]
         ordered = sorted(times)
         return {

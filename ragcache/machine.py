@@ -26,7 +26,7 @@ from functools import cache, partial
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -175,30 +175,52 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+YOUNG_OBJECTS: Final = 10_000
+"""New objects between two collections while a GPU computes. A step of 256 answers makes 768 that
+live as long as the answers. At Python's 700, every step looked through them."""
+
 _heap_lock = threading.Lock()
-_frozen_heaps = 0
+_frozen_heaps: list[int | None] = []
+_thresholds: tuple[int, int, int] | None = None  # before the blocks, if one has set others
 
 
 @contextmanager
-def frozen_heap() -> Iterator[None]:
+def frozen_heap(young_objects: int | None = None) -> Iterator[None]:
     """Exclude the objects that exist now from garbage collection within the block.
 
     The libraries have half a million objects, and each full collection of them would halt every
     stream for 0.26 to 0.41 s. New objects are collected as before. Blocks may overlap, in any
     threads: the last one to end includes all objects again.
+
+    Args:
+        young_objects: Number of new objects after which these are collected. Of overlapping blocks,
+            the largest number counts. By default, the process's own threshold stays.
     """
-    global _frozen_heaps
     gc.collect()
     with _heap_lock:
         gc.freeze()
-        _frozen_heaps += 1
+        _frozen_heaps.append(young_objects)
+        _set_thresholds()
     try:
         yield
     finally:
         with _heap_lock:
-            _frozen_heaps -= 1
+            _frozen_heaps.remove(young_objects)
+            _set_thresholds()
             if not _frozen_heaps:
                 gc.unfreeze()
+
+
+def _set_thresholds() -> None:
+    """Set the collector's thresholds by the blocks that are open, or as they were before."""
+    global _thresholds
+    wanted = [each for each in _frozen_heaps if each is not None]
+    if wanted:
+        _thresholds = _thresholds or gc.get_threshold()
+        gc.set_threshold(max(wanted), 10, 10)
+    elif _thresholds is not None:
+        gc.set_threshold(*_thresholds)
+        _thresholds = None
 
 
 @contextmanager

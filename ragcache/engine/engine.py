@@ -43,7 +43,7 @@ from ragcache.errors import (
     QueueFull,
     UnsupportedModel,
 )
-from ragcache.machine import close_at_exit, frozen_heap
+from ragcache.machine import YOUNG_OBJECTS, close_at_exit, frozen_heap
 from ragcache.models import CausalLM
 from ragcache.openmp import fit_threads, give_workers_back
 from ragcache.states import KVStates
@@ -347,7 +347,7 @@ class LLMEngine:
                 self._warm_up()
                 # a CPU's steps are too long for a collection to be felt, unless other ranks wait
                 alone = self.stream is None and self._core.runner.model.ranks == 1
-                with nullcontext() if alone else frozen_heap():
+                with nullcontext() if alone else frozen_heap(YOUNG_OBJECTS):
                     self._run_steps()
         except BaseException as error:  # SystemExit, a panic of Rust: nothing may wait forever
             self._end(error)

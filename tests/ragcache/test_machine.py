@@ -15,6 +15,7 @@ import torch
 
 from ragcache import machine
 from ragcache.machine import (
+    YOUNG_OBJECTS,
     available_memory,
     frozen_heap,
     keep_freed_memory,
@@ -209,3 +210,16 @@ def test_old_objects_are_collected_after_the_last_frozen_block() -> None:
         assert gc.get_freeze_count() > 10_000
     assert gc.get_freeze_count() == 0
     gc.freeze()  # as it was: later tests' collections pass by it too
+
+
+def test_the_rarest_collections_of_frozen_blocks_count() -> None:
+    before = gc.get_threshold()
+    with frozen_heap():
+        assert gc.get_threshold() == before
+        with frozen_heap(700):
+            assert gc.get_threshold() == (700, 10, 10)
+            with frozen_heap(YOUNG_OBJECTS):
+                assert gc.get_threshold() == (YOUNG_OBJECTS, 10, 10)
+            assert gc.get_threshold() == (700, 10, 10)
+    assert gc.get_threshold() == before
+    gc.freeze()

@@ -6,13 +6,10 @@ Running requests have `grace` seconds (a setting) to finish. Then they end with 
 from __future__ import annotations
 
 import asyncio
-import gc
 import ipaddress
 import logging
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from socket import socket
 from types import FrameType
 
@@ -31,7 +28,9 @@ from ragcache_api.settings import ServiceSettings
 logger = logging.getLogger("uvicorn.error")  # where uvicorn logs its own address
 _TICK_SECONDS = 0.05  # between two checks for the end of the lame-duck period
 _LAST_EVENTS_SECONDS = 5.0  # to send the error events of requests that `grace` was too short for
-_COLLECTIONS = 700, 10, 10  # Python's default thresholds of the garbage collector
+_YOUNG_OBJECTS = 700
+"""New objects between two collections of garbage: Python's default, even if a command has raised
+it. Requests leave garbage for as long as the service runs."""
 
 
 class KeyRequired(ConfigurationError):
@@ -111,24 +110,10 @@ def serve(rag: RagCache, settings: ServiceSettings) -> None:
         signal.signal(number, signal.SIG_IGN)
     release_freed_memory_regularly()
     requests = app.state.service.requests
-    with frozen_heap(), default_collections():
+    with frozen_heap(_YOUNG_OBJECTS):
         GracefulServer(
             config, requests, settings.grace, settings.lame_duck, page=settings.page
         ).run()
-
-
-@contextmanager
-def default_collections() -> Iterator[None]:
-    """Collect garbage at Python's default rate within the block, even if a command has lowered it.
-
-    Requests leave garbage for as long as the service runs.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(*_COLLECTIONS)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def server_config(app: FastAPI, settings: ServiceSettings) -> uvicorn.Config:
