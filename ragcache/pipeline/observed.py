@@ -321,7 +321,8 @@ class ObservedModules:
                 if ids is None:
                     self._recurrences = RecurrenceTable()
                     self._prompts.clear()
-                    self._characters = 0
+                    self._waiting = {}  # the background may go on with the old one
+                    self._characters = self._waiting_characters = 0
                 self._rebuild()
             self._unpin(keys)
             self._encoder.store.evict(keys)
@@ -417,12 +418,14 @@ class ObservedModules:
 
     def _promote(self) -> None:
         """Make modules of texts that wait, in a pause or when the first waits no longer."""
-        if not self._waiting:
+        if not (every := self._waiting):
             return
-        until = min(each.until for each in self._waiting.values())
+        until = min(each.until for each in every.values())
         self._wait_for_pause(until)
-        often = sorted(self._waiting, key=lambda text: -self._waiting[text].sights)
-        waiting = {text: self._waiting[text] for text in often[:MOST_TOGETHER]}
+        if every is not self._waiting:  # forgotten meanwhile
+            return
+        often = sorted(every, key=lambda text: -every[text].sights)
+        waiting = {text: every[text] for text in often[:MOST_TOGETHER]}
         try:
             modes = {each: self._measured_mode(each) for each in {w.mode for w in waiting.values()}}
             made = dict[str, tuple[ObservedModule, Sequence[Encoding]]]()
@@ -439,8 +442,8 @@ class ObservedModules:
             logger.warning("recurring texts were not encoded: %s", error)
         finally:
             for text in waiting:
-                del self._waiting[text]
-                self._waiting_characters -= len(text)
+                del every[text]
+            self._waiting_characters = sum(map(len, self._waiting))
 
     def _measured_mode(self, mode: ReuseMode) -> ReuseMode | None:
         """Return the mode in which texts of prompts in a mode are read, if the gate passes it.

@@ -210,6 +210,16 @@ def test_what_recurs_most_is_encoded_first(rag: RagCache, monkeypatch: pytest.Mo
     assert encoded == [passage(seed, 5) for seed in (2, 3, 1)]
 
 
+def test_what_waits_is_forgotten_too(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    observed, encode = rag.modules.observed, rag.modules.observed._encode
+    monkeypatch.setattr(module, "MOST_TOGETHER", 1)
+    monkeypatch.setattr(observed, "_encode", lambda made: (encode(made), observed.forget()))
+    for seeds in ([1, 2, 3], [4, 3, 2, 1]):
+        observed.find(chat(seeds, "Who?")[0]["content"], [], ROOTED)
+    rag.internals.shared.observing.submit(int).result(60)
+    assert observed.waiting == len(observed.all()) == 0
+
+
 def test_constant_load_leaves_others_their_turns(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
