@@ -468,7 +468,7 @@ def _check_modes(model: LoadedModel, settings: ServiceSettings, *, sizes: bool) 
         return f"not measured: a window of {model.causal.window} tokens is too small"
     proposed = propose_mode(results)
     advice = (
-        "no mode that reads states gives 9 of 10 answers as exact does"
+        "proposed as the default: exact, as no mode that reads states gives 9 of 10 of its answers"
         if proposed is None
         else f"proposed as the default: {proposed.mode}"
     )

@@ -279,7 +279,7 @@ def test_doctor_tells_how_far_modes_are_from_exact(
         check = json.loads(out)["modes"]
         assert check["ok"] == (status == 0)
         assert f"{divergence:.2f} nats from exact (limit 2.00), 75% of 24 first" in check["detail"]
-        assert "no mode that reads states gives 9 of 10 answers as exact does" in check["detail"]
+        assert "proposed as the default: exact, as no mode that reads states" in check["detail"]
         sizes = "those of exact (modules x tokens: 4 x 100: 50%)"
         assert (sizes in check["detail"]) == (status == 0), "refused modes have none"
         monkeypatch.setattr(gate, "measure_modes", None)
