@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1", "
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_figure_is_measured_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = partial(replace, service.HttpSetting(tokens=3, pages=5, foreign=2, shape=SHAPE))
     monkeypatch.setattr(service, "HttpSetting", small)

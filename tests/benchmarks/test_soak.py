@@ -143,6 +143,7 @@ def test_disturbances_are_spread_over_the_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.enable_socket
 @pytest.mark.allow_hosts(["127.0.0.1", "localhost", "::1"])
 def test_a_service_is_soaked_for_seconds(tmp_path: Path) -> None:

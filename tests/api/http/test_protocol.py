@@ -212,6 +212,7 @@ def test_every_answer_is_documented(client: TestClient) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_answer_is_documented_at_length(client: TestClient) -> None:
     check_all(client, scaled(60))
 

@@ -252,6 +252,7 @@ def test_another_process_encodes_nothing_and_answers_the_same(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_two_hundred_clients_for_long(start: Start, state: Path) -> None:
     """A minute under the profile `full`."""
     server = start(state, **SMALL)
