@@ -250,7 +250,6 @@ class Composer:
         self.delta, self.silu = delta, silu
         self._known = WeakKeyDictionary[RecurrentStates, Sequence[int]]()
         self._sizes: _ComposeSizes | None = None
-        self._compiled = dict[tuple[int, ...], Any]()
 
     def fits(self, documents: Sequence[RecurrentStates]) -> bool:
         """Tell whether the kernel composes documents: they are as long as the convolution, of the
@@ -292,28 +291,18 @@ class Composer:
         places = self._upload([self._addresses(each) for order in orders for each in order])
         bias = self.weight if self.bias is None else self.bias
         number = -1 if before is None else before.index
-        tensors = places, states, windows, self.weight, bias, first.increment, first.decays
         sizes = self._sizes = self._sizes or self._choose_sizes(channels=first.decays.shape[-1] > 1)
         arguments = (
             *(places, len(orders[0]), states, windows, number, into.index),
             *(self.weight, bias, first.increment, first.decays, *sizes.ints),
         )
-        if not windows.is_cuda:
-            compose_kernel[sizes.grid](*arguments, ORDERS=len(orders), **sizes.constants)
-            return
-        # launching a compiled kernel takes the host half the time
-        kind = len(orders), *(each.data_ptr() % 16 for each in tensors)
-        kernel = self._compiled.get(kind)
-        if kernel is None:
-            kernel = self._compiled[kind] = compose_kernel.warmup(
-                *arguments,
-                ORDERS=len(orders),
-                **sizes.constants,
-                num_warps=COMPOSE_WARPS,
-                num_stages=1,
-                grid=(1,),
-            )
-        kernel[sizes.grid](*arguments, len(orders), *sizes.constants.values())
+        compose_kernel[sizes.grid](
+            *arguments,
+            ORDERS=len(orders),
+            **sizes.constants,
+            num_warps=COMPOSE_WARPS,
+            num_stages=1,
+        )
 
     def _choose_sizes(self, *, channels: bool) -> _ComposeSizes:
         """The sizes of the pool's states and of the weights. `channels`: of the decays."""
@@ -329,7 +318,7 @@ class Composer:
         return _ComposeSizes(
             (layers, heads, blocks),
             (count, heads, key_at, value_at, rows * columns),
-            {  # in the order of the kernel's parameters
+            {
                 "GROUP": heads // keys,
                 "DK": dim,
                 "DKP": max(16, triton.next_power_of_2(dim)),
