@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ragcache.attention.triton.launch import FetchedWeight, StepKind, TritonKernels
+from ragcache.attention.triton.launch import StepKind
 from ragcache.attention.triton.plan import TableOverflow
 from ragcache.attention.triton.tables import TableContent
 from ragcache.engine.batch import ScheduledChunk
@@ -27,20 +27,15 @@ from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.device_runner import DeviceLaunch, DeviceModelRunner
 from ragcache.engine.split_sampler import SplitSampler, likeliest_pairs
 from ragcache.machine import new_stream
-from ragcache.models.compiled import decoder_layers
 from ragcache.models.parallel.collectives import SignsOfLife
 from ragcache.models.parallel.device_copies import FollowedCopies
 from ragcache.models.parallel.device_memory import FollowerRegions
 from ragcache.models.parallel.device_model import DeviceParallelLM, DeviceRankLM, finalize
 from ragcache.models.parallel.memory import MappedMemory
 from ragcache.models.parallel.messages import read_message
-from ragcache.models.parallel.plans import products_and_sums
 from ragcache.models.parallel.residuals import sums_add_residuals
 from ragcache.models.parallel.ring import Part
 from ragcache.states import Arrival
-
-FETCHED_BYTES: Final = 24 * 2**20
-"""Most bytes of a weight that are fetched ahead: about half of an H200's L2 cache."""
 
 
 class DeviceMessage(Protocol):
@@ -54,37 +49,10 @@ class RankRunner(DeviceModelRunner):
     """The runner of any rank."""
 
     model: DeviceRankLM
-    _fetched: Sequence[FetchedWeight | None] = ()
-    """The weight behind the attention, of each layer."""
 
     def _prepare(self) -> None:
         with self.model.alone(), sums_add_residuals():  # ranks take their own time to compile
             super()._prepare()
-        if self.stream is None or self._kernels.overlapped:
-            self._fetch_weights()
-
-    def _fetch_weights(self) -> None:
-        """Let the device read weights while it attends and while it waits for other ranks, which
-        leaves its memory idle."""
-        layers = [*map(products_and_sums, decoder_layers(self.model))]
-        if not all(layers):
-            return
-        calls: list[Any] = [*chain.from_iterable(chain.from_iterable(layers))]
-        language: Any = self.model.model
-        calls.append(language.get_output_embeddings())
-        weights = [FetchedWeight.of(each.weight, FETCHED_BYTES) for each in calls]
-        self._fetched = weights[1 :: len(layers[0]) * 2]
-        for kernels in (self._kernels, self._eager_kernels):
-            kernels.fetched = self._fetched
-        fetch_behind = getattr(self.model.collectives, "fetch_behind", None)
-        if fetch_behind is not None:
-            behind = zip(calls[1::2], weights[2::2], strict=True)
-            fetch_behind({each.weight.data_ptr(): weight for each, weight in behind if weight})
-
-    def _new_kernels(self, entries: int, *, quantized: bool | None = None) -> TritonKernels:
-        kernels = super()._new_kernels(entries, quantized=quantized)
-        kernels.fetched = self._fetched
-        return kernels
 
     def warm_up(self) -> None:
         super().warm_up()

@@ -77,44 +77,15 @@ def write_kernel(
             tl.store(values + at, tl.load(v, mask=inside), mask=inside)
 
 
-@triton.jit
-def fetch_rows(weight, stride, rows, nbytes, grid, LINES: tl.constexpr):
-    """Lets the L2 cache read the first `nbytes` of each row of a weight, for a later kernel, and
-    waits for nothing.
-
-    stride: of a row, in bytes, as `nbytes` a multiple of 16. grid: number of the program, and how
-    many there are. LINES: threads of a program.
-    """
-    program, programs = grid
-    if not INTERPRETED:
-        line = tl.arange(0, LINES)
-        line = line % 32 * (LINES // 32) + line // 32  # few rows are the work of all warps
-        for begin in range(program, rows, programs * LINES):
-            row = begin + programs * line
-            at = weight.to(tl.pointer_type(tl.int8)) + row.to(tl.int64) * stride
-            tl.inline_asm_elementwise(
-                "{ .reg .pred p; setp.ne.b32 p, $3, 0;"
-                " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-                "=r,l,r,r",
-                [at, nbytes, (row < rows).to(tl.int32)],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-
-
-@triton.jit(
-    do_not_specialize=["fetched_stride", "fetched_rows", "fetched_bytes", "layer", "window"]
-)
+@triton.jit(do_not_specialize=["layer", "window"])
 def partial_kernel(
     query, query_head_stride, query_row_stride, out, lse,
     counts, bases, scales, items, entry_row, entry_delta, entry_limit, entry_origin, position_ids,
-    cos, sin, slopes, fetched, fetched_stride, fetched_rows, fetched_bytes, layer, window, scale,
+    cos, sin, slopes, layer, window, scale,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ALIGN: tl.constexpr,
     ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr, ALIGN8: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
-    FETCH: tl.constexpr,
 ):  # fmt: skip
     """Attention of every entry over its item's tokens: out [E, Hq, D], lse [E, Hq].
 
@@ -122,12 +93,7 @@ def partial_kernel(
     none. WINDOW: keys at positions up to position - window are hidden. SOFTCAP: of scores, 0 for
     none. QUANTIZED: some bases may be int8, scaled per head and channel (keys) and per head and
     token (values); their strides are counted in int8 elements, ALIGN8 is their alignment.
-    FETCH: threads of a program that fetch the weight behind the attention (`fetch_rows`), 0 for
-    none.
     """
-    if FETCH > 0:
-        grid = tl.program_id(0), tl.num_programs(0)
-        fetch_rows(fetched, fetched_stride, fetched_rows, fetched_bytes, grid, FETCH)
     total = tl.load(counts) * HKV
     if QUANTIZED:
         total += tl.load(counts + 1) * HKV

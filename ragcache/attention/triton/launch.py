@@ -141,33 +141,6 @@ def choose_merge(rows: int) -> MergeConfig:
     return MergeConfig(8, 2, 1) if rows <= 4096 else MergeConfig(2, 4, 1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FetchedWeight:
-    """A weight [out, in] that a GPU begins to read while it waits for something else, so that the
-    product behind finds the first columns in the L2 cache."""
-
-    weight: Tensor
-    nbytes: int
-    """Bytes of each row."""
-
-    @classmethod
-    def of(cls, weight: Tensor, most: int) -> FetchedWeight | None:
-        """Choose as many columns as `most` bytes hold. None where rows are not aligned."""
-        rows, row_bytes = weight.shape[0], weight.shape[1] * weight.itemsize
-        nbytes = min(row_bytes, most // rows // _SECTOR * _SECTOR)
-        aligned = weight.is_contiguous() and row_bytes % 16 == weight.data_ptr() % 16 == 0
-        return cls(weight, nbytes) if nbytes and aligned else None
-
-    @property
-    def arguments(self) -> tuple[Tensor, int, int, int]:
-        """The weight, bytes from row to row, rows, and bytes of each row."""
-        rows, columns = self.weight.shape
-        return self.weight, columns * self.weight.itemsize, rows, self.nbytes
-
-
-_SECTOR = 128  # bytes that the L2 cache reads at once
-
-
 def padded(head_dim: int) -> int:
     """Widths of tensors are powers of two; products need 16 at least."""
     return max(16, int(triton.next_power_of_2(head_dim)))
@@ -193,9 +166,6 @@ class TritonKernels:
         softcap: Bound of the scores: softcap * tanh(score / softcap).
         quantized: Whether any base may be int8.
         config: Constants of the partial kernel. Defaults to `choose_config`.
-
-    Attributes:
-        fetched: Of each layer the weight behind its attention, if GPUs fetch it.
     """
 
     def __init__(
@@ -227,7 +197,6 @@ class TritonKernels:
             for kind, each in self.configs.items()
         }
         self.overlapped = capability >= (9, 0)
-        self.fetched: Sequence[FetchedWeight | None] = ()
         sizes = max_entries, heads.num_kv_heads * heads.group
         self.out = torch.empty(*sizes, heads.value_dim, dtype=dtype, device=self.device)
         self.lse = torch.empty(*sizes, dtype=torch.float32, device=self.device)
@@ -294,7 +263,6 @@ class TritonKernels:
             "BM": config.block_rows,
             "BN": config.block_keys,
             "STAGES": config.stages,
-            "FETCH": 32 * config.warps if self._fetched(layer) else 0,
         }
 
     def tail_constants(
@@ -332,11 +300,9 @@ class TritonKernels:
         config = self.configs[kind]
         items = tables.counts, tables.bases, tables.scales, tables.items
         entries = tables.entry_row, tables.entry_delta, tables.entry_limit, tables.entry_origin
-        fetched = self._fetched(layer)
         partial_kernel[self.shapes[kind].programs,](
             *(*strided(query), self.out, self.lse, *items, *entries, tables.position_ids),
             *(*self._angles(layer), self._slopes()),
-            *((self.lse, 0, 0, 0) if fetched is None else fetched.arguments),
             *(layer, self._window(layer) or 0, scale),
             **self.partial_constants(layer, kind),
             **self._options(config.warps, config.stages),
@@ -389,9 +355,6 @@ class TritonKernels:
             **self.tail_constants(layer, config, sinks=sinks is not None),
             **self._options(config.warps),
         )
-
-    def _fetched(self, layer: int) -> FetchedWeight | None:
-        return self.fetched[layer] if self.fetched else None
 
     def _window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None

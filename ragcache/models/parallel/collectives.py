@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -21,22 +20,6 @@ CONNECTING = timedelta(seconds=60)
 """Time in which all ranks must connect."""
 LONGEST_MEETING = timedelta(days=1)
 """Time after which gloo gives up a sum. The leader's watch ends ranks long before."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Norm:
-    """An RMSNorm: rows are divided by the root of their mean square."""
-
-    gain: Tensor
-    """[C], by which the result is multiplied."""
-    epsilon: float
-    """Is added to the mean square."""
-
-    def normalize(self, rows: Tensor) -> Tensor:
-        """rows: [..., C]."""
-        wide = rows.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
-        return self.gain * (wide * scale).to(rows.dtype)
 
 
 class Collectives(Protocol):
@@ -60,11 +43,6 @@ class Collectives(Protocol):
     ) -> Tensor:
         """Return the sum of every rank's `linear(hidden, weight)`, as `sum_parts`, and of the
         residual, if there is one, which is the same on every rank."""
-
-    def sum_and_normalize(
-        self, hidden: Tensor, weight: Tensor, residual: Tensor, norm: Norm
-    ) -> tuple[Tensor, Tensor]:
-        """Return `sum_products`, and the same normalized."""
 
     def gather_columns(self, part: Tensor, width: int) -> Tensor:
         """Return [R, width] of every rank's columns, in order, to the leader.
@@ -114,26 +92,6 @@ def sum_products_add(hidden: Tensor, weight: Tensor, residual: Tensor, handle: i
 @sum_products_add.register_fake
 def _shape_of_both(_hidden: Tensor, _weight: Tensor, residual: Tensor, _handle: int) -> Tensor:
     return torch.empty_like(residual, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("ragcache::sum_and_normalize", mutates_args=())
-def sum_and_normalize(
-    hidden: Tensor, weight: Tensor, residual: Tensor, gain: Tensor, epsilon: float, handle: int
-) -> tuple[Tensor, Tensor]:
-    """`sum_products_add`, and the same normalized, for which compiled layers are rewritten.
-
-    gain, epsilon: see `Norm`.
-    """
-    norm = Norm(gain, epsilon)
-    return _registered[handle].sum_and_normalize(hidden, weight, residual, norm)
-
-
-@sum_and_normalize.register_fake
-def _shapes_of_both(
-    _hidden: Tensor, _weight: Tensor, residual: Tensor, *_others: object
-) -> tuple[Tensor, Tensor]:
-    first = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    return first, torch.empty_like(first)
 
 
 @torch.library.custom_op("ragcache::sum_parts", mutates_args=())
@@ -227,13 +185,6 @@ class GlooCollectives:
     def broadcast(self, tensor: Tensor) -> None:
         """See `Collectives.broadcast`."""
         self._meet(lambda: self._group.broadcast([tensor], self._broadcast))
-
-    def sum_and_normalize(
-        self, hidden: Tensor, weight: Tensor, residual: Tensor, norm: Norm
-    ) -> tuple[Tensor, Tensor]:
-        """See `Collectives.sum_and_normalize`."""
-        total = self.sum_products(hidden, weight, residual)
-        return total, norm.normalize(total)
 
     def gather_columns(self, part: Tensor, width: int) -> Tensor:
         """See `Collectives.gather_columns`."""

@@ -6,7 +6,6 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Mapping
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -17,9 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ragcache.attention.triton.launch import FetchedWeight
-from ragcache.models.parallel.collectives import Norm
-
 logger = logging.getLogger(__name__)
 
 _WORLD = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg")
@@ -28,8 +24,6 @@ CONNECTING = timedelta(seconds=120)
 _ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """NCCL's own watch would end the leader's process, which has callers. The leader's watch ends
 ranks."""
-FETCHED_ROWS = 512
-"""Most rows of a sum that fetches a weight. With more, products do not wait for their weights."""
 ONE_SHOT_VARIABLE = "RAGCACHE_ONE_SHOT"
 """Environment variable: `0` leaves all sums to NCCL."""
 
@@ -75,7 +69,6 @@ class DeviceCollectives:
         self._open = True
         self._group: Any = distributed.group.WORLD
         self._shared = self._connect(sum_bytes)
-        self._behind: Mapping[int, FetchedWeight] = {}
         self._warm_up()
 
     @property
@@ -100,46 +93,16 @@ class DeviceCollectives:
         self, hidden: Tensor, weight: Tensor, residual: Tensor | None = None
     ) -> Tensor:
         """See `Collectives.sum_products`. The product writes its part where the others read it."""
-        room = self._multiply(hidden, weight)
-        if room is None:
-            whole = self.sum_parts(functional.linear(hidden, weight))
-            return whole if residual is None else residual + whole
-        behind = self._behind_of(weight, len(room))
-        total: Tensor = self._shared.sum_parts(room, residual, copy=False, behind=behind)
-        return total.view(*hidden.shape[:-1], -1)
-
-    def sum_and_normalize(
-        self, hidden: Tensor, weight: Tensor, residual: Tensor, norm: Norm
-    ) -> tuple[Tensor, Tensor]:
-        """See `Collectives.sum_and_normalize`. One kernel does both."""
-        room = self._multiply(hidden, weight)
-        if room is None:
-            total = residual + self.sum_parts(functional.linear(hidden, weight))
-            return total, norm.normalize(total)
-        behind = self._behind_of(weight, len(room))
-        found = self._shared.sum_and_normalize(room, residual, norm, behind)
-        total, normed = (each.view(residual.shape) for each in found)
-        return total, normed
-
-    def _multiply(self, hidden: Tensor, weight: Tensor) -> Tensor | None:
-        """Write a product [R, out_features] where the other ranks read it, if there is room."""
         width, rows = weight.shape[0], hidden.shape[:-1].numel()
         shared = self._shared
         if self.alone or shared is None or not shared.has_room(rows * width * hidden.itemsize):
-            return None
-        room: Tensor = shared.room((rows, width), hidden.dtype)
-        return torch.mm(hidden.reshape(rows, -1), weight.t(), out=room)
-
-    def _behind_of(self, weight: Tensor, rows: int) -> FetchedWeight | None:
-        return self._behind.get(weight.data_ptr()) if rows <= FETCHED_ROWS else None
-
-    def fetch_behind(self, weights: Mapping[int, FetchedWeight]) -> None:
-        """Let sums fetch the weights of the products behind them while they wait for other ranks.
-
-        Args:
-            weights: The weights, by the address of the sum's own weight.
-        """
-        self._behind = weights
+            whole = self.sum_parts(functional.linear(hidden, weight))
+            return whole if residual is None else residual + whole
+        flat = hidden.reshape(rows, -1)
+        room = shared.room((rows, width), hidden.dtype)
+        torch.mm(flat, weight.t(), out=room)
+        total: Tensor = shared.sum_parts(room, residual, copy=False)
+        return total.view(*hidden.shape[:-1], width)
 
     def gather_columns(self, part: Tensor, width: int) -> Tensor:
         """See `Collectives.gather_columns`."""

@@ -18,10 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragcache.attention.triton.kernels import fetch_rows
-from ragcache.attention.triton.launch import FetchedWeight
 from ragcache.machine import new_stream
-from ragcache.models.parallel.collectives import Norm
 
 PROGRAMS: Final = 128
 """Most programs of a kernel. All of them must run at once, since they wait for each other."""
@@ -30,7 +27,6 @@ ONE_SHOT_BYTES: Final = 2**26
 """Largest sum: all of a CUDA graph, and those of two GPUs up to which NCCL was measured slower."""
 GATHER_BYTES: Final = 2**27
 BROADCAST_BYTES: Final = 2**16
-_WARPS: Final = 8
 _GATHER_SLOT, _BROADCAST_SLOT = 2, 3
 _RELEASED: Final = 2**24
 """Value of a flag that no rank has to raise any more."""
@@ -40,20 +36,10 @@ _RELEASED: Final = 2**24
 def _meet(signals, program, RANK: tl.constexpr, RANKS: tl.constexpr):
     """Waits until the same program of every other rank is here. Flags count: a rank may be one call
     ahead of another, never two."""
-    _announce(signals, program, RANK, RANKS)
-    _wait(signals, program, RANK, RANKS)
-
-
-@triton.jit
-def _announce(signals, program, RANK: tl.constexpr, RANKS: tl.constexpr):
     tl.debug_barrier()  # everything that this program has stored
     for step in tl.static_range(1, RANKS):
         theirs = tl.load(signals + (RANK + step) % RANKS).to(tl.pointer_type(tl.int32))
         tl.atomic_add(theirs + program * RANKS + RANK, 1, sem="release", scope="sys")
-
-
-@triton.jit
-def _wait(signals, program, RANK: tl.constexpr, RANKS: tl.constexpr):
     own = tl.load(signals + RANK).to(tl.pointer_type(tl.int32))
     for step in tl.static_range(1, RANKS):
         flag = own + program * RANKS + (RANK + step) % RANKS
@@ -63,79 +49,46 @@ def _wait(signals, program, RANK: tl.constexpr, RANKS: tl.constexpr):
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["programs", "fetched_stride", "fetched_rows", "fetched_bytes"])
+@triton.jit
 def sum_kernel(
     local,
     residual,
-    gain,
     buffers,
     signals,
     out,
-    normed,
     numel,
     slot,
-    epsilon,
-    programs,
-    fetched,
-    fetched_stride,
-    fetched_rows,
-    fetched_bytes,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     COPY: tl.constexpr,
     ADD: tl.constexpr,
-    NORM: tl.constexpr,
-    FETCH: tl.constexpr,
 ):
     """out = the sum of all ranks' parts, rounded, and of the residual with ADD.
 
-    programs: how many of them sum, WIDTH numbers at once; BLOCK: the next power of two. COPY:
-    whether the part is still in `local`. Otherwise a product wrote it to the buffer. NORM: rows of
-    WIDTH numbers are also normalized by the root of their mean square, times the gain [WIDTH].
-    FETCH: threads of a program that fetch the weight behind the sum (`fetch_rows`) while the other
-    ranks write, 0 for none.
+    COPY: whether the part is still in `local`. Otherwise a product wrote it to the buffer.
     """
-    program = tl.program_id(0)
+    program, programs = tl.program_id(0), tl.num_programs(0)
     here = tl.arange(0, BLOCK)
-    limit = numel
     kind = out.dtype
     if COPY:
         mine = tl.multiple_of(tl.load(buffers + RANK).to(kind) + slot, 16)
-        for begin in range(program * WIDTH, numel, programs * WIDTH):
-            if WIDTH != BLOCK:
-                limit = tl.minimum(begin + WIDTH, numel)
-            inside = begin + here < limit
+        for begin in range(program * BLOCK, numel, programs * BLOCK):
+            inside = begin + here < numel
             tl.store(mine + begin + here, tl.load(local + begin + here, mask=inside), mask=inside)
-    if program < programs:
-        _announce(signals, program, RANK, RANKS)
-    if FETCH > 0:
-        grid = program, tl.num_programs(0)
-        fetch_rows(fetched, fetched_stride, fetched_rows, fetched_bytes, grid, FETCH)
-    if NORM:
-        factor = tl.load(gain + here, mask=here < WIDTH, other=0.0).to(tl.float32)
-    if program < programs:
-        _wait(signals, program, RANK, RANKS)
-    for begin in range(program * WIDTH, numel, programs * WIDTH):
-        if WIDTH != BLOCK:
-            limit = tl.minimum(begin + WIDTH, numel)
-        inside = begin + here < limit
+    _meet(signals, program, RANK, RANKS)
+    for begin in range(program * BLOCK, numel, programs * BLOCK):
+        inside = begin + here < numel
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for rank in tl.static_range(RANKS):
             theirs = tl.multiple_of(tl.load(buffers + rank).to(kind) + slot, 16)
-            part = tl.load(theirs + begin + here, mask=inside, other=0.0, cache_modifier=".cg")
+            part = tl.load(theirs + begin + here, mask=inside, cache_modifier=".cg")
             total += part.to(tl.float32)
         total = total.to(kind.element_ty)
         if ADD:
-            before = tl.load(residual + begin + here, mask=inside, other=0.0).to(tl.float32)
+            before = tl.load(residual + begin + here, mask=inside).to(tl.float32)
             total = (before + total.to(tl.float32)).to(kind.element_ty)
         tl.store(out + begin + here, total, mask=inside)
-        if NORM:
-            wide = total.to(tl.float32)
-            scale = tl.math.rsqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon)
-            even = (wide * scale).to(kind.element_ty).to(tl.float32)
-            tl.store(normed + begin + here, (even * factor).to(kind.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -260,65 +213,28 @@ class OneShot:
         return self._memory[begin : begin + nbytes].view(dtype).view(shape)
 
     def sum_parts(
-        self,
-        part: Tensor,
-        residual: Tensor | None = None,
-        *,
-        copy: bool = True,
-        behind: FetchedWeight | None = None,
+        self, part: Tensor, residual: Tensor | None = None, *, copy: bool = True
     ) -> Tensor:
-        """Return the sum of all ranks' parts, and of a residual. `copy`: the part is not in `room`.
-        `behind`: the weight of the next product."""
-        out = torch.empty_like(part)
-        self._sum(part, residual, out, copy=copy, behind=behind)
-        return out
-
-    def sum_and_normalize(
-        self, part: Tensor, residual: Tensor, norm: Norm, behind: FetchedWeight | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the sum of all ranks' parts [R, C], which are in `room`, and of a residual; and
-        the same normalized. `behind`: the weight of the next product."""
-        out, normed = torch.empty_like(part), torch.empty_like(part)
-        self._sum(part, residual, out, copy=False, behind=behind, norm=norm, normed=normed)
-        return out, normed
-
-    def _sum(
-        self,
-        part: Tensor,
-        residual: Tensor | None,
-        out: Tensor,
-        *,
-        copy: bool,
-        behind: FetchedWeight | None,
-        norm: Norm | None = None,
-        normed: Tensor | None = None,
-    ) -> None:
+        """Return the sum of all ranks' parts, and of a residual. `copy`: the part is not in
+        `room`."""
         slot, self._next = self._next, 1 - self._next
-        width = BLOCK if norm is None else part.shape[-1]
-        programs = min(PROGRAMS, triton.cdiv(part.numel(), width))
-        sum_kernel[programs if behind is None else PROGRAMS,](
+        out = torch.empty_like(part)
+        sum_kernel[min(PROGRAMS, triton.cdiv(part.numel(), BLOCK)),](
             part,
             part if residual is None else residual.contiguous(),
-            part if norm is None else norm.gain,
             self._buffers,
             self._signals,
             out,
-            out if normed is None else normed,
             part.numel(),
             self._begins[slot] // part.element_size(),
-            0.0 if norm is None else norm.epsilon,
-            programs,
-            *((part, 0, 0, 0) if behind is None else behind.arguments),
             RANK=self.rank,
             RANKS=self.ranks,
-            WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
+            BLOCK=BLOCK,
             COPY=copy,
             ADD=residual is not None,
-            NORM=norm is not None,
-            FETCH=0 if behind is None else 32 * _WARPS,
-            num_warps=_WARPS,
+            num_warps=8,
         )
+        return out
 
     def gather_columns(self, part: Tensor) -> Tensor:
         """Return [R, ranks * width] of every rank's [R, width] to rank 0. Others get an empty

@@ -177,21 +177,6 @@ def attach(shard: Any, collectives: Collectives) -> None:
             module.handle = handle
 
 
-def products_and_sums(layer: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Return pairs of linear layers of a decoder layer, in the order of calls: a product, and the
-    sum behind it.
-
-    Args:
-        layer: A decoder layer of a rank's model, with merged projections. Others may have more
-            than one product before a sum, and get an empty list.
-    """
-    kinds = nn.Linear, Fp8Linear, RowParallel
-    linears = [each for each in layer.modules() if isinstance(each, kinds)]
-    sums = [each for each in linears if isinstance(each, RowParallel | Fp8RowParallel)]
-    products = [each for each in linears if each not in sums]
-    return [*zip(products, sums, strict=True)] if len(products) == len(sums) else []
-
-
 def _plan_of(config: Any, ranks: int) -> dict[str, str]:
     """Patterns of module names below the stack, with their styles."""
     family = family_of(config)

@@ -17,19 +17,18 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
-INSTRUCTIONS = ("HGMMA", "HMMA", "LDGSTS", "LDL", "STL", "UBLKPF")
+INSTRUCTIONS = ("HGMMA", "HMMA", "LDGSTS", "LDL", "STL")
 _WIDE = ("bases", "scales", "position_ids")
 _FLOATS = ("lse", "cos", "sin", "slopes", "sinks")
 _STATES = ("query", "key", "value", "out", "merged")
-_NUMBERS = ("layer", "window", "fetched_rows", "fetched_bytes")
+_NUMBERS = ("layer", "window")
 
 
 def count_instructions(kernels: ModuleType, case: dict[str, Any]) -> dict[str, int]:
     """Count the instructions of each kind in the kernel of a case.
 
     LDL and STL are loads and stores of spilled registers, LDGSTS asynchronous copies, HGMMA and
-    HMMA products of a warp group and of a warp, UBLKPF fetches into the L2 cache. shared: its bytes
-    of shared memory.
+    HMMA products of a warp group and of a warp. shared: its bytes of shared memory.
     """
     import triton
     from triton.backends.compiler import GPUTarget

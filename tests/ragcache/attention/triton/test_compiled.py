@@ -124,23 +124,6 @@ def test_partial_copies_asynchronously_and_spills_nothing(
 
 
 @pytest.mark.slow
-def test_a_partial_that_fetches_a_weight_is_as_quick(instructions: Compile) -> None:
-    from ragcache.attention.triton.launch import FetchedWeight
-
-    kernels = make_kernels(LLAMA_8B, 90)
-    config = kernels.configs["mixed"]
-    found = []
-    for fetched in ((), (FetchedWeight(torch.empty(0), 0),)):
-        kernels.fetched = fetched
-        constants = kernels.partial_constants(0)
-        found.append(instructions("partial_kernel", 90, constants, config.warps, config.stages))
-    plain, fetching = found
-    assert not plain.pop("UBLKPF")
-    assert fetching.pop("UBLKPF")
-    assert fetching == plain, "no other instruction, and no registers spilled"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("heads", [LLAMA_7B, LLAMA_8B])
 def test_decode_steps_over_8_bits_spill_nothing(instructions: Compile, heads: HeadLayout) -> None:
     from ragcache.attention.triton import launch

@@ -164,25 +164,3 @@ def test_upload_copies_the_lines_wanted_of_every_section() -> None:
     for first, lines in sections:
         expected[first : first + lines] = host[first : first + lines]
     assert torch.equal(tables, expected)
-
-
-@pytest.mark.parametrize(
-    ("shape", "most", "nbytes"),
-    [
-        ((8, 64), 2**20, 128),  # all of it
-        ((8, 4096), 2**14, 2048),  # the first columns of each row
-        ((64, 4096), 2**13, 128),
-        ((64, 4096), 2**12, None),  # less than the cache reads at once
-        ((8, 63), 2**20, None),  # rows that are not aligned
-    ],
-)
-def test_as_many_columns_are_fetched_as_fit(
-    shape: tuple[int, int], most: int, nbytes: int | None
-) -> None:
-    from ragcache.attention.triton.launch import FetchedWeight
-
-    weight = torch.empty(shape, dtype=torch.bfloat16)
-    fetched = FetchedWeight.of(weight, most)
-    assert (fetched and fetched.nbytes) == nbytes
-    if fetched is not None:
-        assert fetched.arguments[1:] == (2 * shape[1], shape[0], nbytes)

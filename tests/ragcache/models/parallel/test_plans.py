@@ -11,17 +11,15 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ragcache.errors import UnsupportedModel
-from ragcache.models import LoadedModel, wrap_causal
+from ragcache.models import LoadedModel
 from ragcache.models.checkpoint import text_class
 from ragcache.models.parallel.plans import (
     HeadParts,
     RowParallel,
     check_model,
     check_split,
-    products_and_sums,
     shard_model,
 )
-from ragcache.models.projections import MergedLinear, merge_projections
 from tests.tiny_models import LATENT, tiny_config, tiny_model
 
 
@@ -47,17 +45,6 @@ def test_the_parts_of_all_ranks_are_the_whole(ranks: int) -> None:
     assert isinstance(layer.mlp.down_proj, RowParallel)
     assert parts[0].config.num_attention_heads == whole.config.num_attention_heads // ranks
     assert whole.config.num_attention_heads == 4
-
-
-def test_products_and_sums_are_found_in_the_order_of_calls() -> None:
-    part, _ = shard_model(tiny_model("qwen2"), 0, 2)
-    layer = part.model.layers[0]
-    assert not products_and_sums(layer), "five products before two sums"
-    merge_projections(wrap_causal(part))
-    merged = [each.linear for each in layer.modules() if isinstance(each, MergedLinear)]
-    sums = [layer.self_attn.o_proj, layer.mlp.down_proj]
-    assert products_and_sums(layer) == [*zip(merged, sums, strict=True)]
-    assert merged[0].out_features < merged[1].out_features, "queries, keys and values first"
 
 
 def test_a_tied_head_is_a_part_of_the_embedding() -> None:
