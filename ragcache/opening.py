@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
-from ragcache.config import parse_bytes, parse_optional_bytes
+from ragcache.config import LEDGER_FILE, parse_bytes, parse_optional_bytes
 from ragcache.db import Database, Ledger
 from ragcache.errors import ConfigurationError, InvalidRequest, StoreUnwritable
 from ragcache.models import LoadedModel, load_model
-from ragcache.params import LEDGER_FILE, OpenConfig
+from ragcache.params import OpenConfig
 from ragcache.pipeline import SharedServices
 from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
 from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker

@@ -20,6 +20,7 @@ from typing import Any
 from ragcache.bench.harness import SHAPES, LlamaShape, Progress, made_up_key
 from ragcache.bench.load_workload import Arriving, LoadResult, LoadSetting, figures, is_saturated
 from ragcache.bench.shape_session import PATIENCE, ShapeSession, counters_between
+from ragcache.config import LEDGER_FILE
 from ragcache.db import Database, Ledger
 from ragcache.engine import EncodeJob, Segment
 from ragcache.errors import RagCacheError
@@ -115,7 +116,7 @@ class LoadSession(ShapeSession):
     def filled_store(self) -> Iterator[KVStore]:
         """Open a store that was given every document once, the most popular ones last."""
         with tempfile.TemporaryDirectory(prefix="ragcache-bench-") as folder:
-            database = Database.open(Path(folder) / "ledger.sqlite")
+            database = Database.open(Path(folder) / LEDGER_FILE)
             load = self.load
             device = DeviceTier(load.device_bytes, self.device, kv_dtype=load.device_kv_dtype)
             store = KVStore(Ledger(database), [device, HostTier(load.host_bytes)])

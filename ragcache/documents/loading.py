@@ -15,6 +15,7 @@ from typing import Any
 from langchain_core.documents import Document
 from pathspec import GitIgnoreSpec
 
+from ragcache.config import LEDGER_FILE
 from ragcache.documents.formats import SUFFIXES, is_supported
 from ragcache.documents.formats.base import OMITTED
 from ragcache.documents.formats.unread import explain_suffix
@@ -35,7 +36,7 @@ from ragcache.errors import (
     UnreadableDocument,
 )
 from ragcache.files import open_regular
-from ragcache.params import LEDGER_FILE, OpenConfig
+from ragcache.params import OpenConfig
 
 _INSTALLED = frozenset({"node_modules", "__pycache__", "site-packages"})  # not documents
 _BLOCK = 2**24  # bytes read at once

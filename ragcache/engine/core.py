@@ -627,14 +627,13 @@ class EngineCore:
 
     def _retire(self, accepted: list[Sequence]) -> None:
         """Remove finished sequences from the running ones, and free their blocks."""
-        if not [sequence for sequence in accepted if sequence.finished]:
+        if not [sequence for sequence in accepted if sequence.finished]:  # as in most steps
             return
-        finished = [sequence for sequence in self._running if sequence.finished]
-        for sequence in finished:
-            self._keep_states(sequence)
-            self.kv_manager.release_sequence(sequence)
-        if finished:
-            self._running = [each for each in self._running if not each.finished]
+        for sequence in self._running:
+            if sequence.finished:
+                self._keep_states(sequence)
+                self.kv_manager.release_sequence(sequence)
+        self._running = [each for each in self._running if not each.finished]
         self._max_running = self.config.running
 
     def _keep_states(self, sequence: Sequence) -> None:

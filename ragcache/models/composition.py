@@ -345,7 +345,7 @@ class _Order:
         remembered = self.remembered[:, layers].flatten(1).tolist()
         for number, (transition, increment, seam) in enumerate(steps):
             if all(remembered[number]):  # no head is left out, and nothing is cut
-                opened = seam.apply(state, other if number == 0 else state)
+                opened = seam.apply(state, other)
                 state = apply_map(transition, increment, opened, found)
             else:
                 runs = _runs(remembered[number], remembered[number + 1])

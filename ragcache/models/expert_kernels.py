@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ragcache.models.experts import FEW_PAIRS
+
 LOWEST = tl.constexpr(-3.0e38)
 
-ROOMS: Final = (256, 1024)
-"""Numbers of pairs of a row and an expert for which kernels have room."""
+_SMALL_ROOM: Final = 256  # pairs of a row and an expert; for more there is room for `FEW_PAIRS`
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -147,8 +148,8 @@ def sort_pairs(experts: Tensor, count: int) -> Tensor:
 
 
 def _room(pairs: int) -> int:
-    """Room for pairs. It has few sizes: kernels are compiled for each."""
-    return next(size for size in ROOMS if pairs <= size)
+    """Room for pairs. It has two sizes: kernels are compiled for each."""
+    return _SMALL_ROOM if pairs <= _SMALL_ROOM else FEW_PAIRS
 
 
 def choose_block(dtype: torch.dtype, pairs: int, experts: int) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from ragcache.params.base import Params, Surface, TakesOptions, explain
 from ragcache.params.keys import KeyParams, Role
-from ragcache.params.open import LEDGER_FILE, OpenConfig
+from ragcache.params.open import OpenConfig
 from ragcache.params.request import REFUSAL, GenerationParams, SearchKind, SearchParams
 
 __all__ = [
-    "LEDGER_FILE",
     "REFUSAL",
     "GenerationParams",
     "KeyParams",

@@ -17,9 +17,6 @@ ConversationStorage = Literal["none", "memory", "disk"]
 ObservedStorage = Literal["memory", "disk"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
-LEDGER_FILE = "ledger.sqlite"
-"""File of the ledger in a state folder."""
-
 
 def _checked_length(length: int | str) -> int | str:
     """Return a number of tokens, or `auto`."""

@@ -302,12 +302,10 @@ class ControlTokenEscaper:
         """
         if isinstance(value, str):
             return self._hide(value, generated=generated)
-        if isinstance(value, dict | Mapping):  # dictionaries are told apart faster
+        if isinstance(value, Mapping):
             return {
-                self._hide(key, ends=False) if isinstance(key, str) else key: (
-                    self._hide(each, generated=generated)
-                    if isinstance(each, str)
-                    else self.hide(each, generated=generated)
+                self._hide(key, ends=False) if isinstance(key, str) else key: self.hide(
+                    each, generated=generated
                 )
                 for key, each in value.items()
             }

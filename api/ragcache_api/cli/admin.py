@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from ragcache.config import LEDGER_FILE
 from ragcache.errors import ConfigurationError, MissingExtra
 from ragcache.params import KeyParams
 from ragcache_api.cli import console as ui
@@ -49,7 +50,7 @@ def create_key(
     settings = ui.read_settings(options)
     if settings.ledger is None:  # keys may be created before the first document
         settings.state.mkdir(0o700, parents=True, exist_ok=True)
-        settings = settings.replace(ledger=f"sqlite:///{settings.state / 'ledger.sqlite'}")
+        settings = settings.replace(ledger=f"sqlite:///{settings.state / LEDGER_FILE}")
     with _keys(settings) as keys:
         if given is not None:
             row, secret = keys.register(name, given, **params.given()), None
@@ -215,7 +216,7 @@ def ledger_status(
 
     settings = ui.read_settings(options)
     ui.check_state(settings)
-    found = ledger_status(settings.ledger or settings.state / "ledger.sqlite")
+    found = ledger_status(settings.ledger or settings.state / LEDGER_FILE)
     if as_json:
         ui.print_json(asdict(found))
         return
@@ -486,7 +487,7 @@ def _check_modes(model: LoadedModel, settings: ServiceSettings, *, sizes: bool) 
 def _check_state(settings: ServiceSettings) -> str:
     from ragcache.db import list_modules
 
-    if settings.ledger is None and not (settings.state / "ledger.sqlite").exists():
+    if settings.ledger is None and not (settings.state / LEDGER_FILE).exists():
         return f"{settings.state} does not exist yet; `ragcache ingest` makes it"
     with ui.open_ledger(settings) as database:
         return f"{len(list_modules(database))} modules in {settings.state}"

@@ -24,7 +24,7 @@ from rich.table import Table
 from typer.models import OptionInfo
 
 import ragcache_api
-from ragcache.config import NAMESPACE, check_embedding, check_reranker
+from ragcache.config import LEDGER_FILE, NAMESPACE, check_embedding, check_reranker
 from ragcache.errors import ModelNotFound, NoState, UnreadableDocument
 from ragcache.modes import ReuseMode, describe_kinds
 
@@ -176,7 +176,7 @@ def open_ledger(settings: ServiceSettings) -> Iterator[Database]:
     check_state(settings)
     from ragcache.db import Database
 
-    path = settings.state / "ledger.sqlite"
+    path = settings.state / LEDGER_FILE
     opened = Database.open(settings.ledger) if settings.ledger else Database.open_existing(path)
     with closing(opened) as database:
         yield database
@@ -198,7 +198,7 @@ def inspect_store(settings: ServiceSettings) -> Iterator[tuple[Database, KVStore
 
 def check_state(settings: ServiceSettings) -> None:
     """Raise `NoState` if no ledger is set and the folder has none. Imports nothing."""
-    if settings.ledger is None and not (settings.state / "ledger.sqlite").exists():
+    if settings.ledger is None and not (settings.state / LEDGER_FILE).exists():
         raise NoState.in_folder(settings.state)
 
 

@@ -4,7 +4,7 @@ of the kernels."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -289,14 +289,6 @@ def _strided(tensor: Tensor) -> tuple[Tensor, int, int]:
     return tensor, tensor.stride(1), tensor.stride(2)
 
 
-class _ComposeSizes(NamedTuple):
-    """Sizes of a composition, which are the same for all of a model."""
-
-    grid: tuple[int, int, int]
-    ints: tuple[int, ...]
-    constants: dict[str, Any]
-
-
 class Composer:
     """Composes documents into slots by one kernel for all layers, documents and orders.
 
@@ -314,7 +306,6 @@ class Composer:
         self.pool, self.weight, self.bias = pool, weight.contiguous(), bias
         self.delta, self.silu = delta, silu
         self._known = WeakKeyDictionary[RecurrentStates, Sequence[int]]()
-        self._sizes: _ComposeSizes | None = None
 
     def fits(self, documents: Sequence[RecurrentStates]) -> bool:
         """Tell whether the kernel composes documents: they are as long as the convolution, of the
@@ -353,52 +344,39 @@ class Composer:
         """
         states, windows, first = self.pool.states, self.pool.windows, orders[0][0]
         assert states is not None
+        heads, rows, columns = first.increment.shape[1:]
+        dim, width = (rows, columns) if self.delta else (columns, rows)
+        channels, kernel = self.weight.shape[1:]
+        keys = (channels - heads * width) // (2 * dim)  # heads of queries and keys
+        blocks = triton.cdiv(width, COMPOSED_VALUES)
         places = self._upload([self._addresses(each) for order in orders for each in order])
         bias = self.weight if self.bias is None else self.bias
-        number = -1 if before is None else before.index
-        sizes = self._sizes = self._sizes or self._choose_sizes(channels=first.decays.shape[-1] > 1)
-        arguments = (
-            *(places, len(orders[0]), states, windows, number, into.index),
-            *(self.weight, bias, first.increment, first.decays, *sizes.ints),
-        )
-        compose_kernel[sizes.grid](
-            *arguments,
+        compose_kernel[len(self.weight), heads, blocks](
+            *(places, len(orders[0]), states, windows),
+            *(-1 if before is None else before.index, into.index),
+            *(self.weight, bias, first.increment, first.decays),
+            channels,
+            heads,
+            keys * dim if self.delta else heads * width,
+            2 * keys * dim if self.delta else 0,
+            rows * columns,
             ORDERS=len(orders),
-            **sizes.constants,
+            GROUP=heads // keys,
+            DK=dim,
+            DKP=max(16, triton.next_power_of_2(dim)),
+            DV=width,
+            BV=COMPOSED_VALUES,
+            KEY_STRIDE=columns if self.delta else 1,
+            VALUE_STRIDE=1 if self.delta else columns,
+            DELTA=self.delta,
+            CHANNELS=first.decays.shape[-1] > 1,
+            KERNEL=kernel,
+            SILU=self.silu,
+            BIAS=self.bias is not None,
+            NARROW=first.increment.dtype == torch.bfloat16,
+            LAST=triton.next_power_of_2(triton.cdiv(channels * kernel, heads * blocks)),
             num_warps=COMPOSE_WARPS,
             num_stages=1,
-        )
-
-    def _choose_sizes(self, *, channels: bool) -> _ComposeSizes:
-        """The sizes of the pool's states and of the weights. `channels`: of the decays."""
-        states, (layers, count, kernel) = self.pool.states, self.weight.shape
-        assert states is not None
-        heads, rows, columns = states.shape[2:]
-        dim, width = (rows, columns) if self.delta else (columns, rows)
-        keys = (count - heads * width) // (2 * dim)  # heads of queries and keys
-        key_at = keys * dim if self.delta else heads * width
-        value_at = 2 * keys * dim if self.delta else 0
-        blocks = triton.cdiv(width, COMPOSED_VALUES)
-        narrow = self.pool.windows.dtype == torch.bfloat16
-        return _ComposeSizes(
-            (layers, heads, blocks),
-            (count, heads, key_at, value_at, rows * columns),
-            {
-                "GROUP": heads // keys,
-                "DK": dim,
-                "DKP": max(16, triton.next_power_of_2(dim)),
-                "DV": width,
-                "BV": COMPOSED_VALUES,
-                "KEY_STRIDE": columns if self.delta else 1,
-                "VALUE_STRIDE": 1 if self.delta else columns,
-                "DELTA": self.delta,
-                "CHANNELS": channels,
-                "KERNEL": kernel,
-                "SILU": self.silu,
-                "BIAS": self.bias is not None,
-                "NARROW": narrow,
-                "LAST": triton.next_power_of_2(triton.cdiv(count * kernel, heads * blocks)),
-            },
         )
 
     def _upload(self, places: Sequence[Sequence[int]]) -> Tensor:

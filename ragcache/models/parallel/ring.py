@@ -20,7 +20,7 @@ from ragcache.models.parallel.collectives import SignsOfLife
 SLOTS, SLOT_BYTES = 8, 2**20
 RING_BYTES = SLOTS * (8 + SLOT_BYTES)
 Part: TypeAlias = bytes | memoryview
-"""Bytes of a message, one by one."""
+"""Bytes of a message. A view has elements of one byte."""
 _SPIN = 0.02  # seconds for which a follower polls
 _NAP = 0.02  # seconds that it sleeps at most
 _LONG = -1  # length of a message that crosses the connection

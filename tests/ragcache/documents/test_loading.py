@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from langchain_core.documents import Document
 
+from ragcache.config import LEDGER_FILE
 from ragcache.documents import (
     DocumentPart,
     FileFilter,
@@ -18,7 +19,6 @@ from ragcache.documents import (
 )
 from ragcache.documents.formats.text import TEXT_SUFFIXES
 from ragcache.errors import DocumentError, NoDocuments, UnreadableDocument
-from ragcache.params import LEDGER_FILE
 
 
 def write(folder: Path, **files: str) -> Path:

@@ -8,6 +8,7 @@ Run as a script by `test_compiled.py`, since a process that interprets kernels c
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,18 @@ _WIDE = ("bases", "scales", "position_ids")
 _FLOATS = ("lse", "cos", "sin", "slopes", "sinks")
 _STATES = ("query", "key", "value", "out", "merged")
 _NUMBERS = ("layer", "window")
+
+
+def run_compiling(code: str) -> None:
+    """Run code in a process that compiles kernels, and see it succeed."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def count_instructions(kernels: ModuleType, case: dict[str, Any]) -> dict[str, int]:

@@ -3,11 +3,9 @@ tell: it takes a variable that changes its type within a branch."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.ragcache.attention.triton.compiled import run_compiling
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -49,12 +47,4 @@ for kernel in (kernels.recur_kernel, kernels.compose_kernel):
 
 @pytest.mark.slow
 def test_recurrent_kernels_compile_for_a_gpu() -> None:
-    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_compiling(COMPILE)
