@@ -8,11 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragcache.models.experts import FEW_PAIRS
-
 LOWEST = tl.constexpr(-3.0e38)
 
-_SMALL_ROOM: Final = 256  # pairs of a row and an expert; for more there is room for `FEW_PAIRS`
+_ROOMS: Final = 256, 1024  # for pairs of a row and an expert
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -148,8 +146,9 @@ def sort_pairs(experts: Tensor, count: int) -> Tensor:
 
 
 def _room(pairs: int) -> int:
-    """Room for pairs. It has two sizes: kernels are compiled for each."""
-    return _SMALL_ROOM if pairs <= _SMALL_ROOM else FEW_PAIRS
+    """Room for pairs. It has few sizes: kernels are compiled for each."""
+    small, large = _ROOMS
+    return small if pairs <= small else max(large, triton.next_power_of_2(pairs))
 
 
 def choose_block(dtype: torch.dtype, pairs: int, experts: int) -> dict[str, Any]:
