@@ -25,8 +25,9 @@ from torch import Tensor
 
 from ragcache.bench.harness import LlamaShape, shaped_causal
 from ragcache.engine import EngineConfig, Request, assemble_context
-from ragcache.engine.core import AnswerChannel, EngineCore
+from ragcache.engine.core import EngineCore
 from ragcache.engine.device_runner import DeviceModelRunner
+from ragcache.engine.queues import AnswerChannel
 from ragcache.engine.sampler import Sampler, SamplerState, _PendingTokens
 from ragcache.machine import YOUNG_OBJECTS, describe_machine, frozen_heap
 from ragcache.models import CausalLM

@@ -29,7 +29,8 @@ from ragcache.engine import (
     RequestHandle,
     assemble_context,
 )
-from ragcache.engine.core import AnswerChannel, EngineCore
+from ragcache.engine.core import EngineCore
+from ragcache.engine.queues import AnswerChannel
 from ragcache.engine.runner import RaggedModelRunner
 from ragcache.machine import describe_machine
 from ragcache.models import CausalLM

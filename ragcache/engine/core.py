@@ -1,4 +1,4 @@
-"""The engine core: queues requests and runs one step at a time, without a thread of its own.
+"""The engine core: runs the requests of its queue one step at a time, without a thread of its own.
 
 Batching is per iteration: requests join and leave between steps (Orca §3.1).
 
@@ -18,10 +18,8 @@ of step n (preemption, for example) waits for them first. While a question has a
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
-from bisect import insort
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -33,24 +31,19 @@ from torch import Tensor
 from ragcache.engine.config import EngineConfig, EngineStats
 from ragcache.engine.constraint import PROCESS_ENDS
 from ragcache.engine.decode_batch import DecodeBatch
-from ragcache.engine.encoding import (
-    EncodeJob,
-    EncodeQueue,
-    Encoding,
-    StatesChannel,
-    with_arrival,
-)
-from ragcache.engine.handle import RequestChannel, coalesced_wakeups
+from ragcache.engine.encoding import EncodeJob, Encoding, StatesChannel
+from ragcache.engine.handle import coalesced_wakeups
 from ragcache.engine.kv_cache import BlockPool
 from ragcache.engine.kv_cache_manager import create_cache_manager
 from ragcache.engine.launching import LaunchTimer, QuestionTurns
 from ragcache.engine.pacing import StepPace
-from ragcache.engine.request import ComputedTokens, Request, RequestOutput, TokenDelta
+from ragcache.engine.queues import AnswerChannel, EncodeQueue, RequestQueue
+from ragcache.engine.request import Request
 from ragcache.engine.runner import AsynchronousRunner, ModelRunner
 from ragcache.engine.sampler import DeviceTimestamp, SampledToken, SamplerState
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.engine.scheduler import SchedulerConfig, SchedulerOutput, schedule
-from ragcache.engine.sequence import Sequence, SequenceGroup
+from ragcache.engine.sequence import Sequence
 from ragcache.engine.step import (
     DraftPlanner,
     LaunchedStep,
@@ -58,13 +51,9 @@ from ragcache.engine.step import (
     sampled_rows,
     take_scores,
 )
-from ragcache.errors import DeadlineExceeded, EngineFailed, TextFailed, UnusableLogits
-from ragcache.states import KVStates
-
-logger = logging.getLogger(__name__)
+from ragcache.errors import EngineFailed, TextFailed
 
 Clock = Callable[[], float]
-AnswerChannel = RequestChannel[TokenDelta, RequestOutput]
 
 SCORED_ROWS = 256
 """Prompt tokens of a step that are scored. Each takes logits of the whole vocabulary: 256 of them
@@ -78,7 +67,7 @@ ENCODING_SHARE = 4
 class EngineCore:
     """Schedules requests and encodings, runs the model, and samples the next tokens.
 
-    Not thread-safe: one thread calls every method. Only `checker` may be used from any thread.
+    Not thread-safe: one thread calls every method.
 
     Args:
         runner: Runner of the model.
@@ -99,13 +88,12 @@ class EngineCore:
         self._scheduler_config = SchedulerConfig(
             self.pool.block_size, config.step_tokens, config.prefill_tokens, config.running
         )
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
+        self._requests = RequestQueue(
+            self.kv_manager, self.stats, config.running, runner.model.states_dtype
+        )
         self._encode_queue = EncodeQueue(runner.model, config.encode_bytes)
-        self._last_number = 0
         self._launched: LaunchedStep | None = None  # a step with tokens that are not known yet
         self._decoding = DecodeBatch()  # the rows of the launched step that the next one repeats
-        self._max_running = config.running  # lowered while the device is short of memory
         self._measured_at = 0.0
         self._last_timestamp: DeviceTimestamp | None = None  # end of the last computed step
         bound = config.max_gap_ms
@@ -121,31 +109,30 @@ class EngineCore:
     @property
     def waiting(self) -> int:
         """Number of sequences in the waiting queue."""
-        return len(self._waiting)
+        return len(self._requests.waiting)
 
     @property
     def running(self) -> int:
         """Number of running sequences."""
-        return len(self._running)
+        return len(self._requests.running)
 
     @property
     def busy(self) -> bool:
         """Whether another step is needed."""
-        return bool(self._waiting or self._running or self._encode_queue or self._launched)
+        return bool(self._requests or self._encode_queue or self._launched)
 
     @property
     def is_stalled(self) -> bool:
         """Whether the only work left is encodings that wait for callers to take finished states."""
-        requests = self._waiting or self._running or self._launched
-        return not requests and self._encode_queue.is_stalled
+        return not (self._requests or self._launched) and self._encode_queue.is_stalled
 
     def seconds_to_spare(self) -> float:
         """Seconds for which the next step can wait for more requests, because one still runs."""
         step = self._launched
         if step is None or not step.decoding:
             return 0.0
-        beside = len(self._running) > len(step.sequences)
-        prompts = bool(beside or self._waiting or self._encode_queue)
+        beside = len(self._requests.running) > len(step.sequences)
+        prompts = bool(beside or self._requests.waiting or self._encode_queue)
         return self._launch_timer.seconds_left(self.clock() - self._begin_of(step), prompts=prompts)
 
     def _begin_of(self, step: LaunchedStep) -> float:
@@ -166,11 +153,9 @@ class EngineCore:
             self._sampler.launch(logits, states).wait()
 
     def add_request(self, request: Request, channel: AnswerChannel, submitted_at: float) -> None:
-        """Queue a request that `checker` has accepted. A cancelled request is ignored."""
-        if channel.cancelled:
-            return
-        group = SequenceGroup(request, channel, submitted_at)
-        self._enqueue(self._sequence(group, 0))
+        """Queue a request that a `RequestChecker` has accepted. Ignores a canceled one."""
+        if not channel.cancelled:
+            self._requests.add_request(request, channel, submitted_at)
 
     def add_encoding(self, jobs: list[EncodeJob], channel: StatesChannel) -> None:
         """Queue modules to encode in the same steps as requests."""
@@ -180,7 +165,8 @@ class EngineCore:
         """Run one step: drop cancelled requests, schedule, compute, sample and deliver."""
         self._measured_at = self.clock()
         begin = self._measured_at
-        self._drop_gone(begin)
+        self._requests.drop_gone(begin)
+        self._encode_queue.drop_cancelled()
         last, step = self._launched, self._launch()
         if last is not None and step is not None:
             self._launch_timer.observe_launch(step.launched_at - begin, prompts=bool(step.work))
@@ -224,18 +210,14 @@ class EngineCore:
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request with `error` and free all memory."""
-        for sequence in (*self._running, *self._waiting):  # first: freeing may fail
-            sequence.group.channel.fail(error)
+        self._requests.fail_all(error)  # first: freeing may fail
         self._encode_queue.fail_all(error)
         launched, self._launched = self._launched, None
         if launched is not None:
             with suppress(Exception):  # the device may still read the step's memory
                 (launched.tokens or self._sampler.launch(launched.logits, [])).wait()
-        for sequence in (*self._running, *self._waiting):
-            sequence.finished = True
-            self.kv_manager.release_sequence(sequence)
+        self._requests.clear()
         self.kv_manager.forget_retained()  # may hold states of the failed step
-        self._running, self._waiting = [], []
         self._forget_decoding()
         self.runner.release_batch()
         self._pause_clock()
@@ -250,7 +232,7 @@ class EngineCore:
         if last is None:
             self._forget_decoding()
             return self._start(self._plan(self._measured_at), None)
-        if last.drafted or self._drafts.expects(self._running):
+        if last.drafted or self._drafts.expects(self._requests.running):
             return None  # a draft continues tokens that the host knows
         work = self._plan_behind(last, self._measured_at)
         return None if work is None else self._start(work, last)
@@ -333,7 +315,7 @@ class EngineCore:
         except PROCESS_ENDS:
             raise
         except BaseException as error:  # a caller's text; panics of Rust are no `Exception`
-            self._fail(sequence.group, _text_failed(error))
+            self._requests.fail_request(sequence.group, _text_failed(error))
 
     def _timestamps(self) -> list[DeviceTimestamp]:
         """A list with the device's present timestamp. Empty on a CPU."""
@@ -362,31 +344,34 @@ class EngineCore:
 
     def _plan(self, now: float) -> list[ScheduledWork]:
         """Plan the next step, all tokens being known; preempt and admit requests."""
+        requests = self._requests
+        decoding = sum(each.generated > 0 for each in requests.running)
         output = schedule(
-            [sequence.schedulable() for sequence in self._running],
-            (sequence.schedulable() for sequence in self._waiting),
-            self._limits(self._max_running, sum(each.generated > 0 for each in self._running)),
+            [each.schedulable() for each in requests.running],
+            (each.schedulable() for each in requests.waiting),
+            self._limits(requests.max_running, decoding),
             free_blocks=self.kv_manager.available_blocks,
             now=now,
         )
         for number in output.preempted:
-            self._preempt(next(each for each in self._running if each.number == number))
-        self._admit(output, now)
-        work = self._work_of(self._running, output)
-        return self._with_encodings(self._drafts.add_to(work, self._running))
+            requests.preempt_sequence(next(e for e in requests.running if e.number == number))
+        requests.admit_sequences(output.admitted, now)
+        work = self._work_of(requests.running, output)
+        return self._with_encodings(self._drafts.add_to(work, requests.running))
 
     def _plan_behind(self, last: LaunchedStep, now: float) -> list[ScheduledWork] | None:
         """Plan the step behind the running one: move the decode batch on, admit requests, and
         return the work beside the batch. Returns None if a request may have to be preempted."""
-        batch, size = self._decoding, self.pool.block_size
+        requests, batch = self._requests, self._decoding
+        size = self.pool.block_size
         batch.leave()
         batch.join(last.sequences[last.decoding :], last.decoding)
         full, available = batch.full_rows(), self.kv_manager.available_blocks
         beside, ending = list[Sequence](), 0
-        if len(self._running) > batch.rows:
+        if len(requests.running) > batch.rows:
             sampled = set(last.sequences)
-            beside = [each for each in self._running if each not in sampled]
-            ending = len(self._running) - batch.rows - len(beside)  # their last token is to come
+            beside = [each for each in requests.running if each not in sampled]
+            ending = len(requests.running) - batch.rows - len(beside)  # their last token is to come
         running = [sequence.schedulable() for sequence in beside]
         available -= len(full)
         if sum(each.blocks_for(1, size) for each in running) > available:
@@ -394,18 +379,18 @@ class EngineCore:
         for row in full:
             self.kv_manager.allocate_slots(batch.sequences[row], 1)
             batch.put_blocks(row)
-        limits = self._limits(self._max_running - ending, batch.rows)
-        if not running and not (self._waiting and batch.rows < limits.max_running):
+        limits = self._limits(requests.max_running - ending, batch.rows)
+        if not running and not (requests.waiting and batch.rows < limits.max_running):
             return self._with_encodings([])
         output = schedule(
             running,
-            (sequence.schedulable() for sequence in self._waiting),
+            (sequence.schedulable() for sequence in requests.waiting),
             limits,
             free_blocks=available,
             now=now,
             decoding=batch.rows,
         )
-        admitted = self._admit(output, now)
+        admitted = requests.admit_sequences(output.admitted, now)
         work = self._work_of([*beside, *admitted], output)
         alone = admitted and not beside and not self._encode_queue and self._pace is None
         if alone and self._question_turns.take(batch.rows, sum(item.count for item in work), now):
@@ -472,8 +457,8 @@ class EngineCore:
         *others, youngest = work
         owner = youngest.owner
         if isinstance(owner, Sequence) and others:
-            self._preempt(owner)
-            self._max_running = len(self._running)  # until one of them ends
+            self._requests.preempt_sequence(owner)
+            self._requests.admit_no_more()
             return others
         if others:
             return others
@@ -483,35 +468,8 @@ class EngineCore:
             raise error
         failure = EngineFailed("the device has no memory left for a single token of the request")
         failure.__cause__ = error
-        self._fail(owner.group, failure)
+        self._requests.fail_request(owner.group, failure)
         return []
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        self.kv_manager.release_sequence(sequence)
-        self._enqueue(sequence)
-        self.stats.preempted += 1
-
-    def _admit(self, output: SchedulerOutput, now: float) -> list[Sequence]:
-        """Move the requests that the scheduler admits to the running ones, and return them."""
-        entering = set(output.admitted)
-        if not entering:
-            return []
-        admitted = [each for each in self._waiting if each.number in entering]
-        self._waiting = [each for each in self._waiting if each.number not in entering]
-        for sequence in admitted:
-            insort(self._running, sequence, key=_order)
-        for sequence in admitted:
-            found = self.kv_manager.admit_sequence(sequence)
-            group = sequence.group
-            group.channel.started = True
-            if not group.admitted_at:
-                group.admitted_at = now
-                group.shared_tokens = found
-                self.stats.admitted += 1
-                self.stats.queued += now - group.submitted_at
-            self.stats.shared_tokens += found
-        return admitted
 
     def _sample(self, step: LaunchedStep) -> None:
         """Launch the sampling of the next token of each of the step's sequences."""
@@ -550,26 +508,26 @@ class EngineCore:
             if sequence.finished:  # ended or cancelled while the step ran
                 continue
             if not isinstance(token, SampledToken):
-                self._fail(sequence.group, sequence.explain_failure(token))
+                self._requests.fail_request(sequence.group, sequence.explain_failure(token))
                 continue
             if sequence.forks:
-                self._fork(sequence)
+                self._requests.fork_sequence(sequence)
             sequence.accept_token(token, now)
             if sequence.constraint is not None and sequence.failure is not None:
-                self._fail(sequence.group, sequence.failure)
+                self._requests.fail_request(sequence.group, sequence.failure)
             elif not (accepted and accepted[-1] is sequence):
                 accepted.append(sequence)
         if self._launched is None and self._is_drained():
             self._deliver(accepted, now)
             accepted = []
-        self._retire(accepted)
+        self._requests.retire_sequences(accepted)
         self._count_seconds(step, waited)
         return accepted, now
 
     def _is_drained(self) -> bool:
         """Whether no work is left."""
-        running = any(not sequence.finished for sequence in self._running)
-        return not (running or self._waiting or self._encode_queue)
+        running = any(not sequence.finished for sequence in self._requests.running)
+        return not (running or self._requests.waiting or self._encode_queue)
 
     def _count_seconds(self, step: LaunchedStep, waited: float) -> None:
         """Add the seconds of a computed step to the counters."""
@@ -616,96 +574,14 @@ class EngineCore:
         with coalesced_wakeups():
             for sequence in accepted:
                 if sequence.finished:  # before the caller can ask the next question
-                    self._keep_states(sequence)
+                    self._requests.keep_states(sequence)
                 try:
                     sequence.deliver(now)
                 except PROCESS_ENDS:
                     raise
                 except BaseException as error:  # a caller's text: fails its own request only
-                    self._fail(sequence.group, _text_failed(error))
-        self._retire(accepted)
-
-    def _retire(self, accepted: list[Sequence]) -> None:
-        """Remove finished sequences from the running ones, and free their blocks."""
-        if not [sequence for sequence in accepted if sequence.finished]:  # as in most steps
-            return
-        for sequence in self._running:
-            if sequence.finished:
-                self._keep_states(sequence)
-                self.kv_manager.release_sequence(sequence)
-        self._running = [each for each in self._running if not each.finished]
-        self._max_running = self.config.running
-
-    def _keep_states(self, sequence: Sequence) -> None:
-        """Offer the states of a finished answer to its caller."""
-        keep = sequence.request.keep
-        if keep is None or sequence.kept or sequence.private is None:
-            return
-        sequence.kept = True
-        computed, dtype = (
-            min(sequence.computed, len(sequence.tokens)),
-            self.runner.model.states_dtype,
-        )
-
-        def read(begin: int, end: int) -> KVStates:
-            return with_arrival(self.kv_manager.copy_states(sequence, begin, end, dtype))
-
-        try:
-            keep(ComputedTokens(sequence.tokens[:computed], sequence.positions[:computed], read))
-        except PROCESS_ENDS:
-            raise
-        except BaseException:  # the answer is right without it
-            logger.exception("the states of an answer are not kept")
-
-    def _fork(self, leader: Sequence) -> None:
-        """Start the other answers of a request whose prompt has just been computed."""
-        leader.forks = False
-        for index in range(1, leader.request.n):
-            sequence = self._sequence(leader.group, index)
-            free = len(self._running) < self.config.running
-            if free and self.kv_manager.fork_sequence(leader, sequence):
-                insort(self._running, sequence, key=_order)
-            else:
-                self._enqueue(sequence)
-
-    def _drop_gone(self, now: float) -> None:
-        """Remove cancelled requests; fail requests that are past their deadline."""
-        gone = [
-            sequence.group
-            for sequence in (*self._running, *self._waiting)
-            if sequence.group.channel.cancelled or now >= sequence.group.expires_at
-        ]
-        for group in gone:
-            if group.channel.cancelled:
-                self._drop(group)
-            else:
-                started = any(sequence.group is group for sequence in self._running)
-                self._fail(group, _too_late(group, started=started))
-        self._encode_queue.drop_cancelled()
-
-    def _fail(self, group: SequenceGroup, error: BaseException) -> None:
-        if isinstance(error, UnusableLogits):
-            for sequence in self._running:
-                if sequence.group is group:
-                    self.kv_manager.disown_blocks(sequence)
-        self._drop(group)
-        group.channel.fail(error)
-
-    def _drop(self, group: SequenceGroup) -> None:
-        for sequence in (*self._running, *self._waiting):
-            if sequence.group is group:
-                sequence.finished = True
-                self.kv_manager.release_sequence(sequence)
-        self._max_running = self.config.running
-        self._running = [each for each in self._running if each.group is not group]
-        self._waiting = [each for each in self._waiting if each.group is not group]
-
-    def _sequence(self, group: SequenceGroup, index: int) -> Sequence:
-        self._last_number += 1
-        return Sequence(group, index, self._last_number)
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=_order)
+                    self._requests.fail_request(sequence.group, _text_failed(error))
+        self._requests.retire_sequences(accepted)
 
 
 def _mark_launched(work: list[ScheduledWork]) -> None:
@@ -714,19 +590,7 @@ def _mark_launched(work: list[ScheduledWork]) -> None:
             item.owner.group.channel.mark_launched()
 
 
-def _order(sequence: Sequence) -> tuple[float, int]:
-    return (sequence.group.seniority, sequence.number)
-
-
 def _text_failed(error: BaseException) -> TextFailed:
     failure = TextFailed(f"the text of the request's answer could not be made: {error!r}")
     failure.__cause__ = error
     return failure
-
-
-def _too_late(group: SequenceGroup, *, started: bool) -> DeadlineExceeded:
-    where = "while it ran" if started else "while it waited in the queue"
-    return DeadlineExceeded(
-        f"the request's {group.request.timeout} s were over {where}; give it more time, or fewer "
-        "requests to the engine"
-    )

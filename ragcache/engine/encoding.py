@@ -1,12 +1,9 @@
-"""Encoding modules to states, in portions between the steps of requests."""
+"""Encodings: modules whose states are computed, in portions, in the same steps as requests."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
-from weakref import WeakSet
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +12,6 @@ from ragcache.engine.handle import RequestChannel, Waiter
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.engine.recurrent import EncodedKV
 from ragcache.engine.request import Segment, check_composes, check_tokens
-from ragcache.errors import EncodingOutOfMemory
 from ragcache.machine import new_event
 from ragcache.models import CausalLM
 from ragcache.states import Arrival, KVStates
@@ -138,121 +134,6 @@ class StatesChannel(RequestChannel[KVStates, None]):
     def add_waiter(self, waiter: Waiter) -> None:
         super().add_waiter(waiter)
         self._wake()
-
-
-@dataclass(slots=True, eq=False)
-class _EncodeTask:
-    """The jobs of one call. Their states are handed over in order."""
-
-    jobs: deque[EncodeJob]
-    channel: StatesChannel
-    running: deque[Encoding] = field(default_factory=deque)
-    short: bool = False
-    """Whether the device ran out of memory for the next job, which then waits until it would be
-    alone."""
-
-
-class EncodeQueue:
-    """Queue of modules to encode, first come, first served.
-
-    A job starts when its states fit into the memory budget, together with the jobs in progress and
-    the finished states that callers have not taken, or when nothing else is held. One job of a
-    waiting caller starts in any case, so that no caller waits for another to take its states.
-    """
-
-    def __init__(self, model: CausalLM, budget_bytes: int) -> None:
-        self.model, self.budget_bytes = model, budget_bytes
-        self._tasks: deque[_EncodeTask] = deque()
-        self._channels: WeakSet[StatesChannel] = WeakSet()
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of jobs in progress and of finished states that no caller has taken."""
-        rooms = sum(each.nbytes for task in self._tasks for each in task.running)
-        return rooms + sum(channel.untaken_bytes for channel in self._channels)
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether progress depends on a caller: to take states, to wait or to cancel."""
-        return bool(self._tasks) and not any(
-            task.running or not task.jobs or self._may_begin(task) for task in self._tasks
-        )
-
-    def add_jobs(self, jobs: list[EncodeJob], channel: StatesChannel) -> None:
-        self._tasks.append(_EncodeTask(deque(jobs), channel))
-        self._channels.add(channel)
-
-    def portions(self, budget: int) -> Iterator[tuple[Encoding, int]]:
-        """Yield the next encodings and the tokens that each computes, within a token budget."""
-        if budget <= 0:
-            return
-        for task in tuple(self._tasks):
-            for encoding in chain(tuple(task.running), self._begin(task)):
-                count = min(encoding.pending, budget)
-                if count:
-                    budget -= count
-                    yield encoding, count
-                if not budget:
-                    return
-
-    def hand_over(self) -> None:
-        """Hand completed states to their callers."""
-        for task in list(self._tasks):
-            while task.running and task.running[0].complete:
-                task.channel.put(with_arrival(task.running.popleft().states()))
-            if not task.jobs and not task.running:
-                self._tasks.remove(task)
-                task.channel.finish(None)
-
-    def drop_cancelled(self) -> None:
-        """Remove the jobs of canceled calls."""
-        self._tasks = deque(task for task in self._tasks if not task.channel.cancelled)
-
-    def fail_all(self, error: BaseException) -> None:
-        """Fail all jobs with `error`."""
-        for task in self._tasks:
-            task.channel.fail(error)
-        self._tasks.clear()
-
-    def _begin(self, task: _EncodeTask) -> Iterator[Encoding]:
-        while task.jobs and self._may_begin(task):
-            try:
-                encoding = Encoding(self.model, task.jobs[0])
-            except torch.OutOfMemoryError as error:
-                self._run_short(task, error)
-                return
-            task.jobs.popleft()
-            task.short = False
-            task.running.append(encoding)
-            yield encoding
-
-    def _may_begin(self, task: _EncodeTask) -> bool:
-        held = self.held_bytes
-        if not held:
-            return True
-        if task.short:
-            return False
-        fits = held + task.jobs[0].computed_bytes(self.model) <= self.budget_bytes
-        return fits or (not task.running and task.channel.waiter_count > 0)
-
-    def _run_short(self, task: _EncodeTask, error: torch.OutOfMemoryError) -> None:
-        """Make a job wait for all others. Fails its call if there is no other."""
-        if self.held_bytes:
-            task.short = True
-            return
-        tokens = len(task.jobs[0].token_ids)
-        nbytes = task.jobs[0].computed_bytes(self.model)
-        failure = EncodingOutOfMemory(
-            f"{self.model.device} has no room for the states of {tokens:,} tokens, which take "
-            f"{nbytes:,} bytes; give a smaller module_tokens, or "
-            "leave more of the device free with lower device_bytes and private_bytes"
-        )
-        failure.__cause__ = error
-        self._tasks.remove(task)
-        task.channel.fail(failure)
 
 
 def with_arrival(states: KVStates) -> KVStates:

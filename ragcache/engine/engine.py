@@ -19,10 +19,11 @@ from weakref import WeakSet, ref
 import torch
 
 from ragcache.engine.config import EngineConfig, EngineStats
-from ragcache.engine.core import AnswerChannel, EngineCore
+from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import EncodeJob, Encoding, StatesChannel, check_job
 from ragcache.engine.handle import RequestChannel, RequestHandle
 from ragcache.engine.kv_cache_manager import KVCacheManager
+from ragcache.engine.queues import AnswerChannel
 from ragcache.engine.request import (
     Request,
     RequestOutput,

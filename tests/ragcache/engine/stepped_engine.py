@@ -7,9 +7,10 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from ragcache.engine import Context, EngineConfig, Request, RequestHandle, RequestOutput, TokenDelta
-from ragcache.engine.core import AnswerChannel, EngineCore
+from ragcache.engine.core import EngineCore
 from ragcache.engine.engine import RequestChecker
 from ragcache.engine.kv_cache import BlockPool
+from ragcache.engine.queues import AnswerChannel
 from ragcache.engine.runner import ModelRunner, RaggedModelRunner
 from ragcache.engine.sampler import SampledToken, Sampler, SamplerState
 from ragcache.errors import UnusableLogits

@@ -408,7 +408,7 @@ def test_a_message_that_fails_ends_its_request_alone(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(engine.core, "_enqueue", lambda _: 1 / 0)
+        patch.setattr(engine.core._requests, "_enqueue", lambda _: 1 / 0)
         with pytest.raises(EngineFailed, match="ZeroDivisionError"):
             engine.submit_request(request()).result(LONG)
     assert engine.submit_request(request()).result(LONG).token_ids

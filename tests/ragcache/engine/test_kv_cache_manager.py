@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ragcache.engine.core import AnswerChannel
 from ragcache.engine.kv_cache import BlockPool, RadixCache
 from ragcache.engine.kv_cache_manager import KVCacheManager
+from ragcache.engine.queues import AnswerChannel
 from ragcache.engine.request import Request
 from ragcache.engine.sequence import Sequence, SequenceGroup
 from tests.conftest import scaled
