@@ -1,7 +1,7 @@
 """From module texts to leased states: tokens, keys, scaffolds, encoding.
 
 Modules of a collection are encoded one by one, or together as a scaffold. Modules of a schema are
-encoded at their positions in the schema and read piece by piece (Prompt Cache §3.3).
+in `ragcache.pipeline.schema_states`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
-from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from ragcache.db import (
@@ -28,10 +27,9 @@ from ragcache.engine import EncodeJob, Segment
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel, PromptFrame, prompt_frame
 from ragcache.modes import AFTER_OTHER_TEXT, AFTER_PREAMBLE, WITHOUT_CONTEXT, Encoding
-from ragcache.pipeline.chat_template import ChatTemplate, resolve_instruction
+from ragcache.pipeline.chat_template import resolve_instruction
 from ragcache.states import KVKey, KVStates, state_key
 from ragcache.store import KVStore, Lease, LeaseRequest, Origin
-from ragcache_schemas import Path, Piece, Scope
 
 T = TypeVar("T")
 
@@ -450,98 +448,6 @@ class ModuleTokens:
                 known[module.id] = tuple(self.model.encode_untrusted(module.text))
                 self.catalog.add_tokens(module.id, known[module.id])
         return [known[module.id] for module in modules]
-
-
-@dataclass(frozen=True, slots=True)
-class ScopeTokens:
-    """Tokens of a schema that are encoded together."""
-
-    token_ids: tuple[int, ...]
-    position_ids: tuple[int, ...]
-    """Positions of the tokens, ascending."""
-    runs: dict[Path, tuple[int, int]]
-    """Tokens begin:end of each text, by the path of the text."""
-
-    @property
-    def start(self) -> int:
-        return self.position_ids[0] if self.position_ids else 0
-
-
-@dataclass(eq=False)
-class ScopeEncoder(StateEncoder):
-    """Leases the states of a schema's modules.
-
-    A module's own texts and placeholders are encoded together, its nested modules on their own. A
-    prompt reads the runs of the texts, never placeholders.
-    """
-
-    template: ChatTemplate
-    """Tokenizer of texts with marks."""
-
-    def tokens(self, scopes: Sequence[Scope]) -> ScopeTokens:
-        """Return the tokens of one module, or of the modules of a scaffold."""
-        entries: list[tuple[tuple[int, ...], Piece]] = []
-        for scope in scopes:
-            entries += [*scope.texts, *scope.parameters.values(), *scope.stand_ins]
-        own = {piece.path for scope in scopes for _, piece in scope.texts}
-        ids: list[int] = []
-        positions: list[int] = []
-        runs: dict[Path, tuple[int, int]] = {}
-        for _, piece in sorted(entries, key=itemgetter(0)):
-            run = self._ids(piece)
-            if piece.path in own:
-                runs[piece.path] = (len(ids), len(ids) + len(run))
-            ids += run
-            positions += range(piece.start, piece.start + len(run))
-        return ScopeTokens(tuple(ids), tuple(positions), runs)
-
-    def key(self, tokens: ScopeTokens) -> KVKey:
-        offsets = [p - tokens.start for p in tokens.position_ids]
-        return self._state_key(tokens.token_ids, "schema", tokens.start, offsets=offsets)
-
-    def lease(
-        self,
-        groups: Sequence[ScopeTokens],
-        origin: Origin = "question",
-        patience: float = math.inf,
-    ) -> Lease:
-        """Lease the states of each group. Encodes missing ones. See `ModuleEncoder.lease`.
-
-        Raises:
-            StoreError: The states cannot be stored. Never raised for questions.
-        """
-        keys = [self.key(group) for group in groups]
-        jobs = {
-            key: EncodeJob(group.token_ids, group.start, None, group.position_ids)
-            for key, group in zip(keys, groups, strict=True)
-        }
-        if origin == "question":
-            self.store.look_up(keys)
-        with ExitStack() as undo:
-            lengths = {key: len(job.token_ids) for key, job in jobs.items()}
-            request = self._request(origin, "schema", lengths, patience=patience)
-            lease = self.store.lease(keys, request)
-            undo.push(lease)
-            self._encode_missing(lease, jobs)
-            undo.pop_all()
-        return lease
-
-    def _ids(self, piece: Piece) -> list[int]:
-        """Return the tokens of a text or, for an argument, its scaffold and placeholders."""
-        ids = self.template.encode(piece.text)
-        if piece.kind == "module":
-            return ids
-        placeholder = _placeholder(self.model.tokenizer)
-        return (ids + [placeholder] * piece.reserved)[: piece.reserved]
-
-
-def _placeholder(tokenizer: object) -> int:
-    """Return the token of unfilled arguments: the paper's `<unk>`, or the nearest equivalent."""
-    for name in ("unk_token_id", "pad_token_id", "eos_token_id"):
-        token = getattr(tokenizer, name, None)
-        if isinstance(token, int):
-            return token
-    return 0
 
 
 class Scaffolds:

@@ -46,12 +46,12 @@ from ragcache.pipeline.module_states import (
     ModuleEncoder,
     ModuleTokens,
     Scaffolds,
-    ScopeEncoder,
 )
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.observed import ObservedModules
 from ragcache.pipeline.pins import Pins
 from ragcache.pipeline.pml import PmlPipeline
+from ragcache.pipeline.schema_states import ScopeEncoder
 from ragcache.pipeline.submit import Submitter
 from ragcache.recognition import Recognizer
 from ragcache.retrieval import Reranker, Retrievers, embedder_name

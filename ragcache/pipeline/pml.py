@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,10 +12,9 @@ from ragcache.models import PromptFrame
 from ragcache.modes import EXACT, ISOLATED, ReuseMode
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate
-from ragcache.pipeline.module_states import ScopeEncoder, ScopeTokens, portions
+from ragcache.pipeline.module_states import portions
 from ragcache.pipeline.prompt import AskedQuestion, CachedSpan, Retrieved, TokenPrompt
-from ragcache.states import KVKey
-from ragcache.store import Lease
+from ragcache.pipeline.schema_states import SchemaStates, ScopeEncoder, ScopeGroup, ScopeTokens
 from ragcache_schemas import (
     Module,
     Path,
@@ -45,50 +43,6 @@ class LoadedSchema:
     stored: SchemaText
     schema: Schema
     index: SchemaIndex
-
-
-@dataclass(frozen=True, slots=True)
-class ScopeGroup:
-    """Modules of a schema that are encoded together."""
-
-    paths: tuple[Path, ...]
-    """Paths of the modules."""
-    tokens: ScopeTokens
-    """Tokens of all modules."""
-
-    @property
-    def scaffold(self) -> str:
-        """Names of the modules, as citations list them. Empty for a single module."""
-        return " ".join("/".join(path) for path in self.paths) if len(self.paths) > 1 else ""
-
-
-@dataclass(frozen=True, slots=True)
-class SchemaStates:
-    """States of a schema's modules: `PromptStates` of a PML prompt."""
-
-    encoder: ScopeEncoder
-    texts: SchemaTexts
-    schema: str
-    groups: tuple[ScopeGroup, ...]
-
-    @property
-    def token_ids(self) -> Sequence[tuple[int, ...]]:
-        return [group.tokens.token_ids for group in self.groups]
-
-    @property
-    def keys(self) -> Sequence[KVKey]:
-        return [self.encoder.key(group.tokens) for group in self.groups]
-
-    def prefetch(self) -> None:
-        """Do nothing: PML prompts are built one at a time, and the lease follows at once."""
-
-    def lease(self, patience: float = math.inf) -> Lease:
-        groups = [group.tokens for group in self.groups]
-        return self.encoder.lease(groups, patience=patience)
-
-    def record_owners(self, lease: Lease) -> None:
-        if made := [key for key in lease.keys if lease.source[key] == "encoded"]:
-            self.texts.add_keys(self.schema, made)
 
 
 @dataclass(slots=True)

@@ -23,9 +23,9 @@ from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode
 from ragcache.params import OpenConfig
 from ragcache.pipeline import Answer, ChatTemplate, members
 from ragcache.pipeline.answer import DeferredReleases
-from ragcache.pipeline.module_states import ScopeEncoder
 from ragcache.pipeline.pml import PmlPipeline, SchemaStates, scope_at
 from ragcache.pipeline.prompt import build_context
+from ragcache.pipeline.schema_states import ScopeEncoder
 from ragcache.pipeline.submit import Submitter
 from ragcache.store import KVStore
 from ragcache_schemas import Plan, PMLWarning, parse_prompt, render_prompt_turns, resolve_prompt
