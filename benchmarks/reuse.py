@@ -31,7 +31,7 @@ from torch import Tensor
 from ragcache.documents.split import split_text
 from ragcache.engine import EncodeJob, EngineConfig, LLMEngine, Request, Segment
 from ragcache.engine.batch import ScheduledChunk
-from ragcache.engine.kv_cache import ContiguousKV
+from ragcache.engine.contiguous_kv import ContiguousKV
 from ragcache.engine.runner import RaggedModelRunner
 from ragcache.evaluation import Dataset, Question
 from ragcache.models import LoadedModel, load_model, prompt_frame

@@ -33,8 +33,9 @@ from ragcache.attention import (
     read_values,
 )
 from ragcache.attention.recurrent import RecurrentBatch, RecurrentRun
-from ragcache.engine.kv_cache import BlockTable, KVSpan, RequestKV
-from ragcache.engine.recurrent import EncodedKV, RecurrentTable
+from ragcache.engine.contiguous_kv import EncodedKV, KVSpan
+from ragcache.engine.kv_cache import BlockTable, RequestKV
+from ragcache.engine.recurrent import RecurrentTable
 from ragcache.engine.request import Segment
 from ragcache.models import CausalLM, ForwardBatch
 

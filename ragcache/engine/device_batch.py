@@ -30,11 +30,12 @@ from ragcache.attention.triton.plan import (
 )
 from ragcache.attention.triton.tables import AttentionTables, StepArrays
 from ragcache.engine.batch import Ints, ScheduledChunk
+from ragcache.engine.contiguous_kv import ContiguousKV
 from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.device_blocks import BlockPlanner
 from ragcache.engine.device_rows import StepRows
 from ragcache.engine.device_segments import SegmentPlanner
-from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV
+from ragcache.engine.kv_cache import BlockPool, BlockTable
 
 MAX_TAIL_BLOCKS: Final = 8
 """Maximum length of a tail, in blocks. One program reads it for a row and a head."""

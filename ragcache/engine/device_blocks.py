@@ -23,9 +23,10 @@ from ragcache.attention.triton.array_plan import (
 )
 from ragcache.attention.triton.plan import ALL_TOKENS, KVBase, KVConsumer, KVRead, KVRun
 from ragcache.engine.batch import LONG_SPAN, Ints
+from ragcache.engine.contiguous_kv import ContiguousKV
 from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.device_rows import PlacedChunk, StepRows, ints
-from ragcache.engine.kv_cache import BlockTable, ContiguousKV
+from ragcache.engine.kv_cache import BlockTable
 
 BlockRun = tuple[int, int, int, int, int]
 """First reader of a run of blocks, number and id of its first block, group of its readers, and

@@ -28,9 +28,10 @@ from ragcache.attention.triton.recurrent_launch import (
 )
 from ragcache.attention.triton.tables import AttentionTables
 from ragcache.engine.batch import ScheduledChunk, await_segments
+from ragcache.engine.contiguous_kv import EncodedKV
 from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.device_runner import DeviceLaunch, DeviceModelRunner, StepAttention
-from ragcache.engine.recurrent import EncodedKV, RecurrentTable
+from ragcache.engine.recurrent import RecurrentTable
 from ragcache.models import CausalLM, ForwardBatch
 from ragcache.models.composition import (
     compose_layers,

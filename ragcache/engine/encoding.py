@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ragcache.engine.batch import ScheduledChunk
+from ragcache.engine.contiguous_kv import ContiguousKV, EncodedKV
 from ragcache.engine.handle import RequestChannel, Waiter
-from ragcache.engine.kv_cache import ContiguousKV
-from ragcache.engine.recurrent import EncodedKV
 from ragcache.engine.request import Segment, check_composes, check_tokens
 from ragcache.machine import new_event
 from ragcache.models import CausalLM

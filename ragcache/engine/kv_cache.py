@@ -13,15 +13,14 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
-from typing import NamedTuple, Self, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ragcache.attention import ContiguousWrite
+from ragcache.engine.contiguous_kv import ContiguousKV, KVSpan
 from ragcache.errors import ConfigurationError
 from ragcache.models import CausalLM
-from ragcache.states import KVStates
 
 BLOCK_SIZE = 64
 """Tokens per block (ChunkAttention §4)."""
@@ -484,67 +483,6 @@ class RadixCache:
         del self._beginnings[behind][node]
         if not self._beginnings[behind]:
             del self._beginnings[behind]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KVSpan:
-    """Tokens begin:end of keys and values [L, Hkv, tokens, D], contiguous in every layer."""
-
-    keys: Tensor
-    values: Tensor
-    begin: int
-    end: int
-
-    @property
-    def length(self) -> int:
-        return self.end - self.begin
-
-    @property
-    def memory(self) -> tuple[int, int, int]:
-        """Identity of the memory: equal for spans of the same tokens."""
-        return (self.keys.data_ptr(), self.begin, self.end)
-
-
-class ContiguousKV:
-    """Contiguous memory [L, Hkv, capacity, D] for a request's own tokens, filled step by step.
-
-    `positions` lists the positions of the filled tokens; finished states are converted to
-    `states_dtype`.
-    """
-
-    def __init__(
-        self, keys: Tensor, values: Tensor, states_dtype: torch.dtype | None = None
-    ) -> None:
-        self.keys, self.values = keys, values
-        self.states_dtype = states_dtype or keys.dtype
-        self.positions: list[int] = []
-
-    @classmethod
-    def allocate(cls, model: CausalLM, capacity: int) -> Self:
-        """Allocate memory for `capacity` tokens."""
-        return cls(*model.new_states(capacity), model.states_dtype)
-
-    @property
-    def length(self) -> int:
-        return len(self.positions)
-
-    def spans(self) -> list[KVSpan]:
-        """The filled tokens, as at most one span."""
-        return [KVSpan(self.keys, self.values, 0, self.length)] if self.length else []
-
-    def write_rows(self, begin: int, end: int) -> ContiguousWrite:
-        """Write the step's rows begin:end behind the filled tokens."""
-        assert self.length + end - begin <= self.keys.shape[2]
-        return ContiguousWrite(self.keys, self.values, self.length, begin, end)
-
-    def advance(self, positions: Sequence[int]) -> None:
-        """Count tokens that a step has written, at these positions."""
-        self.positions.extend(positions)
-
-    def as_states(self, start: int) -> KVStates:
-        """The filled tokens as states encoded from position `start` on, in `states_dtype`."""
-        keys, values = self.keys[:, :, : self.length], self.values[:, :, : self.length]
-        return KVStates(keys.to(self.states_dtype), values.to(self.states_dtype), start)
 
 
 class BlockTable:

@@ -17,20 +17,9 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Self
 
-import torch
-from torch import Tensor
-
-from ragcache.attention.recurrent import RecordedMaps, RecurrentRun
-from ragcache.engine.kv_cache import (
-    BlockPool,
-    BlockTable,
-    ContiguousKV,
-    NodePath,
-    RadixCache,
-    RadixNode,
-)
+from ragcache.attention.recurrent import RecurrentRun
+from ragcache.engine.kv_cache import BlockPool, BlockTable, NodePath, RadixCache, RadixNode
 from ragcache.engine.request import Context
-from ragcache.states import KVStates
 from ragcache.states.recurrent import RecurrentSnapshot, RecurrentStates
 
 
@@ -167,42 +156,6 @@ class RecurrentTable(BlockTable):
         if length in self._stops:
             return True
         return length >= self.every_block_from and length % self.pool.block_size == 0
-
-
-class EncodedKV(ContiguousKV):
-    """Memory for a module that is encoded, with the map of its tokens so far.
-
-    A step writes new states and maps, which `advance` takes over.
-    """
-
-    def __init__(
-        self, keys: Tensor, values: Tensor, states_dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(keys, values, states_dtype)
-        self.root: tuple[RecurrentStates, ...] = ()
-        """Map of the text before the module."""
-        self._states: RecurrentSnapshot | None = None
-        self._maps = RecordedMaps()
-        self._launched: tuple[RecurrentSnapshot, RecordedMaps] | None = None
-
-    def runs(self, begin: int, end: int) -> list[RecurrentRun]:
-        """The run of the step's rows begin:end."""
-        maps, after = RecordedMaps(self._maps.after), RecurrentSnapshot()
-        self._launched = after, maps
-        documents = () if self.length else self.root
-        return [RecurrentRun(begin, end, self._states, after, documents, maps=maps)]
-
-    def advance(self, positions: Sequence[int]) -> None:
-        super().advance(positions)
-        if self._launched is not None:
-            self._states, self._maps = self._launched
-            self._launched = None
-
-    def as_states(self, start: int) -> KVStates:
-        """See `ContiguousKV.as_states`. Adds the map of the tokens."""
-        maps = [each for _, each in sorted(self._maps.after.items())]
-        recurrent = RecurrentStates.of(maps, self.states_dtype)
-        return replace(super().as_states(start), recurrent=recurrent)
 
 
 SEEN_LISTS = 4096

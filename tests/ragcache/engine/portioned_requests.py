@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
-from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV, RequestKV
+from ragcache.engine.contiguous_kv import ContiguousKV
+from ragcache.engine.kv_cache import BlockPool, BlockTable, RequestKV
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
 from tests.tiny_models import random_tokens

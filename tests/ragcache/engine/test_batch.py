@@ -19,7 +19,8 @@ from ragcache.engine.batch import (
     SharedPrefixGroup,
     lay_out_batch,
 )
-from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV, RequestKV
+from ragcache.engine.contiguous_kv import ContiguousKV
+from ragcache.engine.kv_cache import BlockPool, BlockTable, RequestKV
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
 from tests.ragcache.engine.portioned_requests import (

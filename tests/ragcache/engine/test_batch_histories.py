@@ -16,7 +16,8 @@ from ragcache.attention import ReferenceAttentionBackend, Rotation
 from ragcache.attention.cpu import CpuAttentionBackend
 from ragcache.engine import Segment
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
-from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV
+from ragcache.engine.contiguous_kv import ContiguousKV
+from ragcache.engine.kv_cache import BlockPool, BlockTable
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
 from tests.conftest import scaled

@@ -16,10 +16,11 @@ from ragcache.attention.triton.plan import HeadLayout, ItemShape, TableCapacity,
 from ragcache.attention.triton.tables import AttentionTables
 from ragcache.engine import Context, Request, Segment, device_batch
 from ragcache.engine.batch import LONG_SPAN, ScheduledChunk
+from ragcache.engine.contiguous_kv import ContiguousKV
 from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner
 from ragcache.engine.handle import RequestChannel
-from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV, RequestKV
+from ragcache.engine.kv_cache import BlockPool, BlockTable, RequestKV
 from ragcache.engine.sequence import Sequence as EngineSequence
 from ragcache.engine.sequence import SequenceGroup
 from ragcache.states import KVStates

@@ -17,9 +17,9 @@ from ragcache.attention.cpu import CpuAttentionBackend
 from ragcache.engine import Context, EncodeJob, LLMEngine, Request, Segment, encode
 from ragcache.engine.batch import BatchBuilder
 from ragcache.engine.config import EngineConfig
+from ragcache.engine.contiguous_kv import ContiguousKV
 from ragcache.engine.encoding import Encoding, StatesChannel
 from ragcache.engine.handle import RequestHandle, Waiter
-from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.errors import EncodingOutOfMemory
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.model import ForwardBatch

@@ -13,11 +13,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from ragcache.attention import PagedWrite
 from ragcache.engine import kv_cache as module
+from ragcache.engine.contiguous_kv import ContiguousKV
 from ragcache.engine.kv_cache import (
     BLOCK_SIZE,
     BlockPool,
     BlockTable,
-    ContiguousKV,
     EphemeralRoot,
     NodePath,
     PlacedRoot,

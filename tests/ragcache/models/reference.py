@@ -20,7 +20,7 @@ from transformers import (
 
 from ragcache.engine import Context, EncodeJob, Segment, encode
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
-from ragcache.engine.kv_cache import ContiguousKV
+from ragcache.engine.contiguous_kv import ContiguousKV
 from ragcache.models import CausalLM
 from tests.tiny_models import DEVICE, VOCABULARY, random_tokens
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ragcache.engine import EncodeJob, encode
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
-from ragcache.engine.kv_cache import ContiguousKV
+from ragcache.engine.contiguous_kv import ContiguousKV
 from ragcache.engine.request import Segment
 from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM, LayeredRotary, wrap_causal

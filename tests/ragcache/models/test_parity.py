@@ -12,8 +12,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ragcache.engine import Context, EncodeJob, Request, Segment, assemble_context, encode
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
+from ragcache.engine.contiguous_kv import ContiguousKV
 from ragcache.engine.engine import complete
-from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from ragcache import RagCache, SourceDocument
 from ragcache.engine import Context
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
-from ragcache.engine.kv_cache import ContiguousKV
+from ragcache.engine.contiguous_kv import ContiguousKV
 from ragcache.models import INSTRUCTION, CausalLM, LoadedModel
 
 
