@@ -12,6 +12,7 @@ from ragcache.documents import FileFilter, SourceDocument
 from ragcache.errors import ConfigurationError, RagCacheError
 from ragcache.modes import ISOLATED, ReuseMode
 from ragcache.params import GenerationParams, Params, SearchParams
+from ragcache.pipeline import ChatCall, DocumentSearch
 from ragcache.pipeline.ingest import Preparing, Progress
 from ragcache.pipeline.keeper import Keeper
 from ragcache.retrieval import Selection
@@ -148,6 +149,24 @@ class ChatOptions(SearchParams):
                 "min_confidence or tools"
             )
         return self
+
+    def call(self, search: DocumentSearch | None, keep: Mapping[str, float]) -> ChatCall:
+        """Return the call of the chat pipeline with these options, in its default mode.
+
+        Args:
+            search: The search for the documents to answer from.
+            keep: Texts to keep. See `ChatCall.keep`.
+        """
+        return ChatCall(
+            recognize=self.recognize,
+            recognize_recurring=self.recognize_recurring,
+            tools=self.tools,
+            template_kwargs=self.chat_template_kwargs,
+            search=search,
+            keep=keep if self.recognize and self.recognize_recurring else {},
+            keeper=self.keeper,
+            resumable=self.generation.share and not self.generation.prompt_logprobs,
+        )
 
 
 class PromptOptions(Params):

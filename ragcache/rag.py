@@ -24,7 +24,6 @@ from ragcache.params import OpenConfig, TakesOptions
 from ragcache.pipeline import (
     Answer,
     AnswerStream,
-    ChatCall,
     Conversation,
     DocumentSearch,
     Ingestion,
@@ -439,8 +438,7 @@ class RagCache:
         self, conversations: Sequence[Conversation], options: ChatOptions
     ) -> list[PendingAnswer]:
         mode, generation = self._shared.mode_of(options.mode), options.generation
-        tools = options.tools
-        if tools and generation.confidence is None:
+        if options.tools and generation.confidence is None:
             generation = generation.replace(confidence=False)  # a call is not to be refused
         search, keep = None, options.keep
         if options.collection is not None:
@@ -451,18 +449,7 @@ class RagCache:
             selection = select_given(options.documents, model, config.module_tokens)
             search = DocumentSearch("", options, selection)
             keep = kept_modules(keep, options.documents, selection)
-        call = ChatCall(
-            mode,
-            options.recognize,
-            options.recognize_recurring,
-            tools,
-            options.chat_template_kwargs,
-            search,
-            keep if options.recognize and options.recognize_recurring else {},
-            options.keeper,
-            generation.share and not generation.prompt_logprobs,
-        )
-        prepare = self.internals.chat.prepare_prompts
+        call, prepare = options.call(search, keep), self.internals.chat.prepare_prompts
         return self.internals.submitter.build_and_run(
             lambda mode: prepare(conversations, replace(call, mode=mode)), mode, generation
         )
