@@ -6,6 +6,7 @@ import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from ragcache.db import ScaffoldRows, Vectors
@@ -83,6 +84,10 @@ class CollectionExporter:
     report: Report = no_report
     _counted: dict[str, int] = field(default_factory=dict)
     _keys: dict[KVKey, None] = field(default_factory=dict)
+    _tokens: dict[str, Sequence[int]] = field(default_factory=dict)
+    """Tokens of the modules of scaffolds, by name."""
+    _originals: dict[str, int] = field(default_factory=dict)
+    """Ids of documents, by the digests of the files that are kept of them."""
 
     def write(self, path: Path) -> CollectionExport:
         """Write the archive to a file; see `write_entries`. Raises as `entries`."""
@@ -108,20 +113,18 @@ class CollectionExporter:
         names = list(catalog.documents(collection))
         scaffolds = self._scaffolds()
         yield text_entry(MANIFEST, self._manifest(encoder, len(names), scaffolds))
-        tokens: dict[str, Sequence[int]] = {}
         members = {name for scaffold in scaffolds for name in scaffold}
-        originals: dict[str, int] = {}  # documents by the digests of their files
         self._counted = {"documents": len(names), "modules": 0, "missing": 0}
         for begin in range(0, len(names), _DOCUMENTS):
             part = names[begin : begin + _DOCUMENTS]
-            documents = self._read(encoder, part, members, tokens, originals)
+            documents = self._read_documents(encoder, part, members)
             for number, document in enumerate(documents, begin):
                 yield text_entry(document_name(number), document)
-        for digest, number in originals.items():
+        for digest, number in self._originals.items():
             yield ArchiveEntry(original_name(digest), partial(self._original, number))
         if catalog.version(collection).revision != version.revision:
             raise self._changed()
-        joint = [encoder.key(joined(tokens, each)) for each in scaffolds]
+        joint = [encoder.key(joined(self._tokens, each)) for each in scaffolds]
         self._keys |= dict.fromkeys(self._stored(joint))
         for done, key in enumerate(self._keys, 1):
             yield ArchiveEntry(states_name(key), partial(self._blob, key), key)
@@ -157,61 +160,29 @@ class CollectionExporter:
         names = {module.id: module.name for module in namespace.catalog.modules(self.collection)}
         return sorted([names[each] for each in members] for members, _ in kept)
 
-    def _read(
-        self,
-        encoder: ModuleEncoder,
-        names: Sequence[str],
-        members: set[str],
-        tokens: dict[str, Sequence[int]],
-        originals: dict[str, int],
+    def _read_documents(
+        self, encoder: ModuleEncoder, names: Sequence[str], members: set[str]
     ) -> Iterator[ArchivedDocument]:
-        """Read some documents with their modules, and note the keys of their states.
+        """Read some documents with their modules, and note which states and files they have.
 
         Args:
             encoder: The collection's encoder.
             names: Ids of the documents.
-            members: Names of modules whose tokens are wanted.
-            tokens: Takes these tokens, by name.
-            originals: Takes ids of documents by the digests of the files that are kept of them.
+            members: Names of the modules of scaffolds.
         """
-        namespace, catalog = self.namespace, self.namespace.catalog
-        rows, texts = (
-            catalog.documents(self.collection, names),
-            catalog.texts(self.collection, names),
-        )
+        catalog = self.namespace.catalog
+        rows = catalog.documents(self.collection, names)
+        texts = catalog.texts(self.collection, names)
         if len(rows) < len(names) or len(texts) < len(names):
             raise self._changed()
-        wanted = [f"{name}#{n + 1}" for name in names for n in range(rows[name].modules)]
-        modules = catalog.modules(self.collection, wanted)
-        if len(modules) < len(wanted):
-            raise self._changed()
-        ids = dict(zip(wanted, namespace.ask.tokens.of(modules), strict=True))
-        tokens |= {name: ids[name] for name in members & ids.keys()}
-        keys = {name: [encoder.key(each, e) for e in ENCODINGS] for name, each in ids.items()}
-        stored = set(self._stored([key for each in keys.values() for key in each]))
-        vectors = self._vectors([module.id for module in modules])
-        archived: dict[str, list[ArchivedModule]] = {name: [] for name in names}
-        for module in modules:
-            found = dict(zip(ENCODINGS, keys[module.name], strict=True))
-            held = {encoding: key for encoding, key in found.items() if key in stored}
-            self._keys |= dict.fromkeys(held.values())
-            self._counted["modules"] += 1
-            self._counted["missing"] += AFTER_PREAMBLE not in held
-            archived[module.document].append(
-                ArchivedModule(
-                    text=module.text,
-                    details=dict(module.details),
-                    places=[list(each) for each in module.places],
-                    states=list(held),
-                    vector=vectors.get(module.id),
-                )
-            )
+        counts = {name: rows[name].modules for name in names}
+        modules = self._read_modules(encoder, counts, members)
         for name in names:
             row = rows[name]
             kept = row.original and has_original(self.namespace.shared.database, row.id)
             original = row.original if kept else ""
             if original:
-                originals[original] = row.id
+                self._originals[original] = row.id
             yield ArchivedDocument(
                 id=name,
                 uri=row.uri,
@@ -219,8 +190,48 @@ class CollectionExporter:
                 attributes=dict(row.attributes),
                 text=texts[name],
                 original=original,
-                modules=archived[name],
+                modules=modules[name],
             )
+
+    def _read_modules(
+        self, encoder: ModuleEncoder, counts: Mapping[str, int], members: set[str]
+    ) -> dict[str, list[ArchivedModule]]:
+        """Read the modules of some documents, and note their states.
+
+        Args:
+            encoder: The collection's encoder.
+            counts: Number of modules of each document, by its id.
+            members: Names of the modules of scaffolds.
+
+        Returns:
+            The modules of each document, by its id.
+        """
+        names = [f"{name}#{number + 1}" for name in counts for number in range(counts[name])]
+        rows = self.namespace.catalog.modules(self.collection, names)
+        if len(rows) < len(names):
+            raise self._changed()
+        tokens = dict(zip(names, self.namespace.ask.tokens.of(rows), strict=True))
+        self._tokens |= {name: tokens[name] for name in members & tokens.keys()}
+        keys = {name: [encoder.key(ids, e) for e in ENCODINGS] for name, ids in tokens.items()}
+        stored = set(self._stored([*chain.from_iterable(keys.values())]))
+        vectors = self._vectors([row.id for row in rows])
+        found: dict[str, list[ArchivedModule]] = {name: [] for name in counts}
+        for row in rows:
+            pairs = zip(ENCODINGS, keys[row.name], strict=True)
+            held = {encoding: key for encoding, key in pairs if key in stored}
+            self._keys |= dict.fromkeys(held.values())
+            self._counted["modules"] += 1
+            self._counted["missing"] += AFTER_PREAMBLE not in held
+            found[row.document].append(
+                ArchivedModule(
+                    text=row.text,
+                    details=dict(row.details),
+                    places=[list(each) for each in row.places],
+                    states=list(held),
+                    vector=vectors.get(row.id),
+                )
+            )
+        return found
 
     def _stored(self, keys: Sequence[KVKey]) -> list[KVKey]:
         """Return the keys that a persistent tier holds, in their order."""
