@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,13 @@ from ragcache.errors import (
     DocumentError,
 )
 from ragcache.modes import AFTER_PREAMBLE, Encoding
-from ragcache.pipeline.archive import ArchivedDocument, ArchiveReader, Manifest, damaged
+from ragcache.pipeline.archive import (
+    ArchivedDocument,
+    ArchivedModule,
+    ArchiveReader,
+    Manifest,
+    damaged,
+)
 from ragcache.pipeline.collection_export import Report, fingerprints, joined
 from ragcache.pipeline.ingest import check_collection
 from ragcache.pipeline.module_states import PRIMING_TEXT, ModuleEncoder, portions
@@ -85,12 +92,187 @@ class _Contents:
 
     encoder: ModuleEncoder
     """Encoder of the collection."""
+    exporter: ModuleEncoder
+    """The same encoder in the namespace of the export, which makes the keys in the archive."""
     takes_states: bool
     tokens: list[list[array[int]]] = field(default_factory=list)
     """Tokens of the modules of each document."""
     states: dict[KVKey, _ArchivedStates] = field(default_factory=dict)
     """States of the archive by their keys in this folder."""
     scaffolds: dict[KVKey, list[str]] = field(default_factory=dict)
+    """Names of the modules of each scaffold, by the key of their joint states in this folder."""
+
+    def add_states(self, token_ids: Sequence[int], encoding: Encoding = AFTER_PREAMBLE) -> None:
+        """Note that the archive has the states of these tokens."""
+        theirs = self.exporter.key(token_ids, encoding)
+        states = _ArchivedStates(theirs, encoding, len(token_ids))
+        self.states[self.encoder.key(token_ids, encoding)] = states
+
+
+@dataclass(eq=False)
+class ArchiveVerifier:
+    """Reads a whole archive once, and compares it with itself and with the model of this folder."""
+
+    namespace: Namespace
+    archive: ArchiveReader
+    encode: bool
+    """See `CollectionImporter.encode`."""
+    report: Report
+    _ids: set[str] = field(default_factory=set)
+    """Ids of the documents so far."""
+    _dimensions: set[int] = field(default_factory=set)
+    """Dimensions of their vectors."""
+    _originals: set[str] = field(default_factory=set)
+    """Digests of the originals that they name."""
+    _tokens: dict[str, Sequence[int]] = field(default_factory=dict)
+    """Tokens of their modules that scaffolds name."""
+
+    def verify(self) -> _Contents:
+        """Return the contents of the archive.
+
+        Raises:
+            ArchiveDamaged: The archive was cut off or changed, or is hostile.
+            ArchiveMismatch: Another model or version made it, and `encode` is not set.
+        """
+        manifest = self.archive.manifest
+        encoder = self.namespace.ask.encoder.with_texts(_texts(manifest))
+        reasons = self._differences(encoder)
+        if reasons and not self.encode:
+            raise ArchiveMismatch(
+                f"{self.archive.name} cannot be used here: {'; '.join(reasons)}. Open the folder "
+                "with the same model, or give --encode to take the texts and encode them here"
+            )
+        self._check_settings()
+        exporter = replace(encoder, salt=salt_of(manifest.namespace))
+        contents = _Contents(encoder, exporter, takes_states=not reasons)
+        members = {name for names in manifest.scaffolds for name in names}
+        for document in self.archive.documents():
+            self._check_document(document)
+            self._add_document(contents, document, members)
+        self._verify_originals()
+        self.namespace.ingestor.check_window([*chain.from_iterable(contents.tokens)])
+        self._add_scaffolds(contents)
+        if contents.takes_states:
+            self._verify_states({each.key: each.length for each in contents.states.values()})
+        else:
+            contents.states.clear()
+        return contents
+
+    def _add_document(
+        self, contents: _Contents, document: ArchivedDocument, members: set[str]
+    ) -> None:
+        """Add a document to the contents. `members`: names of the modules of scaffolds."""
+        tokens: list[array[int]] = []
+        for number, module in enumerate(document.modules, 1):
+            found = contents.encoder.model.encode_untrusted(module.text)
+            tokens.append(array("i", found))
+            if (name := f"{document.id}#{number}") in members:
+                self._tokens[name] = found
+            for encoding in module.states:
+                contents.add_states(found, encoding)
+        contents.tokens.append(tokens)
+
+    def _add_scaffolds(self, contents: _Contents) -> None:
+        """Add the scaffolds to the contents, once these have all documents."""
+        held = set(self.archive.state_keys)
+        for names in self.archive.manifest.scaffolds:
+            if not self._tokens.keys() >= set(names):
+                raise self._damaged("a scaffold names modules that it does not hold")
+            joint = joined(self._tokens, names)
+            contents.scaffolds[contents.encoder.key(joint)] = names
+            if contents.exporter.key(joint) in held:
+                contents.add_states(joint)
+
+    def _differences(self, encoder: ModuleEncoder) -> list[str]:
+        """Return why the archive's states cannot be used with this model."""
+        theirs, ours = self.archive.manifest.fingerprints, fingerprints(encoder)
+        told = {
+            "states_format": f"its states have format {theirs.states_format}, and this ragcache "
+            f"has format {ours.states_format}",
+            "model": f"it was made with the model {self.archive.manifest.model} (fingerprint "
+            f"{theirs.model:.12}), and this folder is open with {encoder.model.name} "
+            f"({ours.model:.12})",
+            "tokenizer": f"its tokenizer differs (fingerprints {theirs.tokenizer:.12} and "
+            f"{ours.tokenizer:.12})",
+            "scheme": f"its positions are {theirs.scheme}, and this model's {ours.scheme}",
+            "preamble": "its prompts begin with another text, because the chat template or its "
+            "variables differ",
+        }
+        return [text for name, text in told.items() if getattr(theirs, name) != getattr(ours, name)]
+
+    def _check_settings(self) -> None:
+        try:
+            check_description(self.archive.manifest.description)
+        except ConfigurationError as error:
+            raise self._damaged(str(error)) from None
+        try:
+            read_calibrations(self.archive.manifest.calibrations)
+        except Exception as error:
+            raise self._damaged(f"its calibrations are not readable ({error!r:.200})") from error
+
+    def _verify_originals(self) -> None:
+        """Verify the originals. The documents must name all of them, and no others."""
+        if self._originals - {""} != self.archive.originals:
+            raise self._damaged("it holds other originals than its documents name")
+        for digest in self.archive.originals:
+            self.archive.read_original(digest)
+
+    def _check_document(self, document: ArchivedDocument) -> None:
+        """Check that the database can hold a document, and that no other one has its id."""
+        try:
+            check_storable([SourceDocument(document.id, "", document.uri, document.attributes)])
+            for module in document.modules:
+                check_metadata(module.details, document.id)
+        except DocumentError as error:
+            raise self._damaged(str(error)) from error
+        if document.id in self._ids:
+            raise self._damaged(f"two documents are both called {document.id!r:.80}")
+        self._ids.add(document.id)
+        self._originals.add(document.original)
+        for module in document.modules:
+            self._check_module(module, f"a module of {document.id!r:.80}")
+
+    def _check_module(self, module: ArchivedModule, name: str) -> None:
+        if sanitize_text(module.text) != module.text or not module.text.strip():
+            raise self._damaged(f"{name} has control characters or no text")
+        if any(len(run) != 2 for run in module.places):
+            raise self._damaged(f"{name} has places that are no pairs")
+        try:
+            vector = _vector(module.vector)
+        except ValueError as error:
+            raise self._damaged(f"{name} has a vector that cannot be read ({error})") from error
+        if vector is not None:
+            self._dimensions.add(len(vector))
+        if len(self._dimensions) > 1:
+            raise self._damaged("its vectors have different dimensions")
+
+    def _verify_states(self, lengths: dict[KVKey, int]) -> None:
+        """Verify the checksums of all states, and that they fit their tokens and the model."""
+        held = self.archive.state_keys
+        if lost := lengths.keys() - set(held):
+            raise self._damaged(f"it lacks the states {min(lost)}")
+        if set(held) - lengths.keys():
+            raise self._damaged("it holds states that belong to none of its modules")
+        causal, done = self.namespace.shared.model.causal, 0
+        total = sum(map(self.archive.states_nbytes, held))
+        for key in held:
+            nbytes, length = self.archive.states_nbytes(key), lengths[key]
+            if nbytes > _LONGEST_HEADER + 2 * causal.module_bytes(length + 2):  # as int8
+                raise self._damaged(f"the states {key} are larger than their module's")
+            states = self.archive.read_states(key)
+            shape = (causal.num_layers, causal.kept_heads, length)
+            shapes = tuple(states.keys.shape), tuple(states.values.shape)
+            maps, wanted = states.recurrent, causal.map_shape
+            fits = maps is wanted or (maps is not None and wanted is not None and maps.fits(wanted))
+            if not fits or shapes != ((*shape, causal.head_dim), (*shape, causal.value_dim)):
+                raise self._damaged(f"the states {key} have other shapes than their module's")
+            if model_dtype(states) != causal.states_dtype:
+                raise self._damaged(f"the states {key} have another dtype than the model's")
+            done += nbytes
+            self.report("verifying", done, total)
+
+    def _damaged(self, reason: str) -> ArchiveDamaged:
+        return damaged(self.archive.name, reason)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +300,8 @@ class CollectionImporter:
         """
         check_collection(self.collection)
         self._check_free()
-        contents = self._verify()
+        verifier = ArchiveVerifier(self.namespace, self.archive, self.encode, self.report)
+        contents = verifier.verify()
         jobs = self.namespace.shared.store.jobs.within(self.namespace.name)
         with jobs.turn(collection_target(self.collection)) as job:
             jobs.describe(job, sum(map(len, contents.tokens)), {})
@@ -140,10 +323,6 @@ class CollectionImporter:
     def _manifest(self) -> Manifest:
         return self.archive.manifest
 
-    @property
-    def _texts(self) -> CollectionTexts:
-        return CollectionTexts(self._manifest.instruction, self._manifest.priming)
-
     def _check_free(self) -> None:
         known = self.namespace.catalog.collections().get(self.collection, 0)
         if known and not self.replaces:
@@ -151,145 +330,6 @@ class CollectionImporter:
                 f"the collection {self.collection!r} has {known:,} documents; import into another "
                 "collection, or replace them"
             )
-
-    def _verify(self) -> _Contents:
-        """Read the whole archive once, and compare it with the model of this folder."""
-        encoder = self.namespace.ask.encoder.with_texts(self._texts)
-        reasons = self._differences(encoder)
-        if reasons and not self.encode:
-            raise ArchiveMismatch(
-                f"{self.archive.name} cannot be used here: {'; '.join(reasons)}. Open the folder "
-                "with the same model, or give --encode to take the texts and encode them here"
-            )
-        self._check_settings()
-        contents = _Contents(encoder, takes_states=not reasons)
-        theirs = replace(encoder, salt=salt_of(self._manifest.namespace))
-        tokens: dict[str, Sequence[int]] = {}
-        members = {name for each in self._manifest.scaffolds for name in each}
-        ids: set[str] = set()
-        dimensions: set[int] = set()
-        originals: set[str] = set()
-        for document in self.archive.documents():
-            self._check_document(document, ids, dimensions)
-            originals.add(document.original)
-            contents.tokens.append([])
-            for number, module in enumerate(document.modules, 1):
-                found = encoder.model.encode_untrusted(module.text)
-                contents.tokens[-1].append(array("i", found))
-                name = f"{document.id}#{number}"
-                if name in members:
-                    tokens[name] = found
-                for encoding in module.states:
-                    states = _ArchivedStates(theirs.key(found, encoding), encoding, len(found))
-                    contents.states[encoder.key(found, encoding)] = states
-        self._verify_originals(originals)
-        self.namespace.ingestor.check_window(
-            [each for document in contents.tokens for each in document]
-        )
-        held = set(self.archive.state_keys)
-        for names in self._manifest.scaffolds:
-            if not tokens.keys() >= set(names):
-                raise self._damaged("a scaffold names modules that it does not hold")
-            joint = joined(tokens, names)
-            contents.scaffolds[encoder.key(joint)] = names
-            if (key := theirs.key(joint)) in held:
-                states = _ArchivedStates(key, AFTER_PREAMBLE, len(joint))
-                contents.states[encoder.key(joint)] = states
-        if contents.takes_states:
-            self._verify_states({each.key: each.length for each in contents.states.values()})
-        else:
-            contents.states.clear()
-        return contents
-
-    def _differences(self, encoder: ModuleEncoder) -> list[str]:
-        """Return why the archive's states cannot be used with this model."""
-        theirs, ours = self._manifest.fingerprints, fingerprints(encoder)
-        told = {
-            "states_format": f"its states have format {theirs.states_format}, and this ragcache "
-            f"has format {ours.states_format}",
-            "model": f"it was made with the model {self._manifest.model} (fingerprint "
-            f"{theirs.model:.12}), and this folder is open with {encoder.model.name} "
-            f"({ours.model:.12})",
-            "tokenizer": f"its tokenizer differs (fingerprints {theirs.tokenizer:.12} and "
-            f"{ours.tokenizer:.12})",
-            "scheme": f"its positions are {theirs.scheme}, and this model's {ours.scheme}",
-            "preamble": "its prompts begin with another text, because the chat template or its "
-            "variables differ",
-        }
-        return [text for name, text in told.items() if getattr(theirs, name) != getattr(ours, name)]
-
-    def _check_settings(self) -> None:
-        try:
-            check_description(self._manifest.description)
-        except ConfigurationError as error:
-            raise self._damaged(str(error)) from None
-        try:
-            read_calibrations(self._manifest.calibrations)
-        except Exception as error:
-            raise self._damaged(f"its calibrations are not readable ({error!r:.200})") from error
-
-    def _verify_originals(self, named: set[str]) -> None:
-        """Verify the originals, which are those that the documents name."""
-        if named - {""} != self.archive.originals:
-            raise self._damaged("it holds other originals than its documents name")
-        for digest in self.archive.originals:
-            self.archive.read_original(digest)
-
-    def _check_document(
-        self, document: ArchivedDocument, ids: set[str], dimensions: set[int]
-    ) -> None:
-        """Check that the database can hold a document, and that its id is new.
-
-        Adds its id and the dimensions of its vectors to the sets.
-        """
-        texts = [document.text, *(module.text for module in document.modules)]
-        try:
-            check_storable([SourceDocument(document.id, "", document.uri, document.attributes)])
-            for module in document.modules:
-                check_metadata(module.details, document.id)
-        except DocumentError as error:
-            raise self._damaged(str(error)) from error
-        if document.id in ids:
-            raise self._damaged(f"two documents are both called {document.id!r:.80}")
-        if any(sanitize_text(text) != text or not text.strip() for text in texts[1:]):
-            raise self._damaged(
-                f"a module of {document.id!r:.80} has control characters or no text"
-            )
-        if any(len(run) != 2 for module in document.modules for run in module.places):
-            raise self._damaged(f"a module of {document.id!r:.80} has places that are no pairs")
-        try:
-            vectors = [_vector(module.vector) for module in document.modules]
-        except ValueError as error:
-            raise self._damaged(f"a vector of {document.id!r:.80} is none ({error})") from error
-        dimensions |= {len(vector) for vector in vectors if vector is not None}
-        if len(dimensions) > 1:
-            raise self._damaged("its vectors have different dimensions")
-        ids.add(document.id)
-
-    def _verify_states(self, lengths: dict[KVKey, int]) -> None:
-        """Verify all states: their checksums, and that they are of these tokens and this model."""
-        held = self.archive.state_keys
-        if lost := lengths.keys() - set(held):
-            raise self._damaged(f"it lacks the states {min(lost)}")
-        if set(held) - lengths.keys():
-            raise self._damaged("it holds states that belong to none of its modules")
-        causal, done = self.namespace.shared.model.causal, 0
-        total = sum(map(self.archive.states_nbytes, held))
-        for key in held:
-            nbytes, length = self.archive.states_nbytes(key), lengths[key]
-            if nbytes > _LONGEST_HEADER + 2 * causal.module_bytes(length + 2):  # as int8
-                raise self._damaged(f"the states {key} are larger than their module's")
-            states = self.archive.read_states(key)
-            shape = (causal.num_layers, causal.kept_heads, length)
-            shapes = tuple(states.keys.shape), tuple(states.values.shape)
-            maps, wanted = states.recurrent, causal.map_shape
-            fits = maps is wanted or (maps is not None and wanted is not None and maps.fits(wanted))
-            if not fits or shapes != ((*shape, causal.head_dim), (*shape, causal.value_dim)):
-                raise self._damaged(f"the states {key} have other shapes than their module's")
-            if model_dtype(states) != causal.states_dtype:
-                raise self._damaged(f"the states {key} have another dtype than the model's")
-            done += nbytes
-            self.report("verifying", done, total)
 
     def _store_states(self, job: int, contents: _Contents) -> int:
         """Store the states that no tier has, and return how many."""
@@ -377,7 +417,7 @@ class CollectionImporter:
     def _store_documents(self, job: RunningJob, contents: _Contents) -> None:
         """Make the documents visible, in one transaction that ends the job."""
         namespace, shared = self.namespace, self.namespace.shared
-        instruction, priming = self._texts
+        instruction, priming = _texts(self._manifest)
         own = CollectionTexts(
             None if instruction == shared.instruction else instruction,
             None if priming == PRIMING_TEXT else priming,
@@ -423,8 +463,9 @@ class CollectionImporter:
                 document.original,
             )
 
-    def _damaged(self, reason: str) -> ArchiveDamaged:
-        return damaged(self.archive.name, reason)
+
+def _texts(manifest: Manifest) -> CollectionTexts:
+    return CollectionTexts(manifest.instruction, manifest.priming)
 
 
 def _vector(text: str | None) -> np.ndarray | None:

@@ -422,7 +422,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Files], object]]] = {
         edited(DOCUMENT, lambda d: d["modules"][0].update(places=[[1]])),
     ),
     "a bad vector": (
-        "a vector of 'boats' is none",
+        "'boats' has a vector that cannot be read",
         edited(DOCUMENT, lambda d: d["modules"][0].update(vector="AADAfw==")),
     ),
     "two dimensions": ("different dimensions", _two_dimensions),
