@@ -266,46 +266,47 @@ class ChatPipeline:
     ) -> RenderedChat:
         """Render a conversation with the instruction and documents in the user's last message.
 
-        The embedded reader was trained on single questions: without tools, it gets that message
-        alone.
-
         The documents do not move while the model calls tools, so that their states stay where they
-        are.
+        are. The embedded reader was trained on single questions: without tools, it gets the last
+        question alone.
+
         Without documents, a conversation has no `selection` if the model may answer it anyway:
         with tools, and small talk with a model that can chat.
         """
         if isinstance(conversation, str) or _are_tokens(conversation):
             raise InvalidRequest("a plain text has no place for documents; give messages")
         messages = check_messages(cast("Sequence[Message]", conversation))
-        asked = [place for place, each in enumerate(messages) if each["role"] == "user"]
-        content = str(messages[asked[-1]]["content"]) if asked else ""
-        question = without_notes(content) or content
-        if not question.strip():
-            raise EmptyQuestion(
-                "no message of the user asks a question that documents could answer; write one"
-            )
+        place, question = _last_question(messages)
+        selection = self._select(messages, question, search)
+        tools, extractive = _has_tools(messages, options), self.encoder.model.extractive
+        if extractive and not tools:
+            messages, place = [{**messages[place], "content": question}], 0
+        chats = is_small_talk(question) and not extractive
+        if not selection.hits and (chats or tools):
+            return self._render(messages, options)
+        if selection.hits:
+            content = self._over_documents(selection, str(messages[place]["content"]))
+            messages[place] = {**messages[place], "content": content}
+        chat = self._render(messages, options)
+        return replace(chat, question=question, selection=replace(selection, query=question))
+
+    def _select(
+        self, messages: Sequence[Message], question: str, search: DocumentSearch
+    ) -> Selection:
+        """Return the documents for a question. Small talk has none."""
         selection = search.selection
         if selection is None:
             query = search_query(messages)
             selection = self.retriever.retrieve(query, search.collection, search.params)
         selection = readable(selection, self.encoder.model)
-        if self.encoder.model.extractive and not _has_tools(messages, options):
-            content = question  # the reader answers questions alone
-            messages, asked = [{**messages[asked[-1]], "content": content}], [0]
-        small_talk = is_small_talk(question)
-        if small_talk:
-            selection = replace(selection, hits=())
-        chats = small_talk and not self.encoder.model.extractive
-        if not selection.hits and (chats or _has_tools(messages, options)):
-            return self._render(messages, options)
-        if selection.hits:
-            documents = "".join(hit.module.text for hit in selection.hits)
-            instruction = selection.version.instruction or self.encoder.frame.instruction
-            lead = self.encoder.frame.question
-            content = f"{instruction}\n\n{documents}{lead}{content}"
-            messages[asked[-1]] = {**messages[asked[-1]], "content": content}
-        chat = self._render(messages, options)
-        return replace(chat, question=question, selection=replace(selection, query=question))
+        return replace(selection, hits=()) if is_small_talk(question) else selection
+
+    def _over_documents(self, selection: Selection, content: str) -> str:
+        """Return a message with the instruction and the documents before it."""
+        frame = self.encoder.frame
+        instruction = selection.version.instruction or frame.instruction
+        documents = "".join(hit.module.text for hit in selection.hits)
+        return f"{instruction}\n\n{documents}{frame.question}{content}"
 
     def _find(self, text: str, options: ChatCall) -> list[RecognizedModule]:
         """Find the modules in a text.
@@ -392,6 +393,21 @@ def _searched_first(
     searched = {hit.module.text for hit in hits}
     first = [(hit, groups.get(hit.module.text)) for hit in hits]
     return first + [each for each in found if each[0].module.text not in searched]
+
+
+def _last_question(messages: Sequence[Message]) -> tuple[int, str]:
+    """Return the place of the user's last message, and its text without notes of a client.
+
+    Raises `EmptyQuestion` if there is none.
+    """
+    asked = [place for place, each in enumerate(messages) if each["role"] == "user"]
+    content = str(messages[asked[-1]]["content"]) if asked else ""
+    question = without_notes(content) or content
+    if not question.strip():
+        raise EmptyQuestion(
+            "no message of the user asks a question that documents could answer; write one"
+        )
+    return asked[-1], question
 
 
 def _has_tools(messages: Sequence[Message], options: ChatCall) -> bool:
