@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import replace
 from typing import cast
@@ -48,10 +49,11 @@ from ragcache.engine.step import (
     DraftPlanner,
     LaunchedStep,
     ScheduledWork,
+    StepTimes,
     sampled_rows,
     take_scores,
 )
-from ragcache.errors import EngineFailed, TextFailed
+from ragcache.errors import EngineFailed, TextFailed, UnusableLogits
 
 Clock = Callable[[], float]
 
@@ -61,7 +63,7 @@ take 155 MB in float32 for a vocabulary of 151,936."""
 
 
 ENCODING_SHARE = 4
-"""Encodings that wait have one of so many tokens of a step, however many prompts wait."""
+"""Waiting encodings get one of this many tokens of a step, however many prompts wait."""
 
 
 class EngineCore:
@@ -95,11 +97,9 @@ class EngineCore:
         self._launched: LaunchedStep | None = None  # a step with tokens that are not known yet
         self._decoding = DecodeBatch()  # the rows of the launched step that the next one repeats
         self._measured_at = 0.0
-        self._last_timestamp: DeviceTimestamp | None = None  # end of the last computed step
-        bound = config.max_gap_ms
-        self._pace = None if bound is None else StepPace(bound / 1e3)
-        self._accepted_at: float | None = None  # end of the step before the running one
-        self._launch_timer = LaunchTimer()
+        pace = None if config.max_gap_ms is None else StepPace(config.max_gap_ms / 1e3)
+        launches = None if self._ahead is None else LaunchTimer()
+        self._times = StepTimes(self.stats, pace, launches)
         self._question_turns = QuestionTurns()
 
     @property
@@ -133,11 +133,7 @@ class EngineCore:
             return 0.0
         beside = len(self._requests.running) > len(step.sequences)
         prompts = bool(beside or self._requests.waiting or self._encode_queue)
-        return self._launch_timer.seconds_left(self.clock() - self._begin_of(step), prompts=prompts)
-
-    def _begin_of(self, step: LaunchedStep) -> float:
-        """The time from which the device computes a step, by the host's clock."""
-        return max(step.launched_at, self._accepted_at or 0.0)
+        return self._times.seconds_left(step, self.clock(), prompts=prompts)
 
     def lift_encode_budget(self) -> None:
         """Remove the memory limit of encodings, so that all of them can finish."""
@@ -162,26 +158,23 @@ class EngineCore:
         self._encode_queue.add_jobs(jobs, channel)
 
     def step(self) -> None:
-        """Run one step: drop cancelled requests, schedule, compute, sample and deliver."""
+        """Run one step: drop canceled requests, schedule, compute, sample and deliver."""
         self._measured_at = self.clock()
         begin = self._measured_at
         self._requests.drop_gone(begin)
         self._encode_queue.drop_cancelled()
         last, step = self._launched, self._launch()
         if last is not None and step is not None:
-            self._launch_timer.observe_launch(step.launched_at - begin, prompts=bool(step.work))
-        accepted: list[Sequence] = []
-        now = self._measured_at
+            self._times.observe_launch(step, begin)
+        accepted, now = list[Sequence](), self._measured_at
         try:
             if last is not None:
                 accepted, now = self._accept(last)
                 if step is None and self.busy:
                     step = self._launch()
-                if new := len(last.sequences) - last.decoding:  # rows behind the decode batch
-                    accepted, others = accepted[:-new], accepted[-new:]
-                    first = [each for each in others if each.generated <= 1]
-                    self._deliver(first, now)  # they wait neither for others nor for a sampling
-                    accepted += [each for each in others if each.generated > 1]
+                first, accepted = _split_first(last, accepted)
+                if first:  # these wait neither for others nor for a sampling
+                    self._deliver(first, now)
             if step is not None:
                 self._sample(step)
                 if self._ahead is None:
@@ -194,19 +187,13 @@ class EngineCore:
             self._forget_decoding()
             self.runner.release_batch()
         if not self.busy or self.is_stalled:  # the engine waits for a caller
-            self._pause_clock()
+            self._times.pause()
         self.stats.sampling += self._elapsed()
 
     def _elapsed(self) -> float:
         """Seconds since the previous call in this step, or since the step began."""
         begin, self._measured_at = self._measured_at, self.clock()
         return self._measured_at - begin
-
-    def _pause_clock(self) -> None:
-        """Count the time until the next step neither as the step's nor as idle time."""
-        self._last_timestamp = self._accepted_at = None
-        if self._ahead is not None:
-            self._launch_timer.forget_steps()
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request with `error` and free all memory."""
@@ -220,7 +207,7 @@ class EngineCore:
         self.kv_manager.forget_retained()  # may hold states of the failed step
         self._forget_decoding()
         self.runner.release_batch()
-        self._pause_clock()
+        self._times.pause()
 
     def _launch(self) -> LaunchedStep | None:
         """Launch the next step.
@@ -392,19 +379,19 @@ class EngineCore:
         )
         admitted = requests.admit_sequences(output.admitted, now)
         work = self._work_of([*beside, *admitted], output)
-        alone = admitted and not beside and not self._encode_queue and self._pace is None
+        alone = admitted and not beside and not self._encode_queue and self._times.pace is None
         if alone and self._question_turns.take(batch.rows, sum(item.count for item in work), now):
             self._forget_decoding()  # this step samples no token of an answer
             return work
         return self._with_encodings(work)
 
     def _limits(self, max_running: int, decoding: int) -> SchedulerConfig:
-        """The scheduler's limits with at most so many running requests, of which some decode."""
+        """The scheduler's limits for a step in which `decoding` running requests decode."""
         config = self._scheduler_config
         if config.max_running != max_running:
             config = replace(config, max_running=max_running)
-        if decoding and self._pace is not None:
-            fitting = decoding + self._pace.tokens_beside(decoding)
+        if decoding and self._times.pace is not None:
+            fitting = decoding + self._times.pace.tokens_beside(decoding)
             config = replace(config, step_tokens=min(config.step_tokens, fitting))
         if self._encode_queue and not self._encode_queue.is_stalled:
             budgets = config.step_tokens, config.prefill_tokens
@@ -430,7 +417,7 @@ class EngineCore:
         return work
 
     def _with_encodings(self, work: list[ScheduledWork]) -> list[ScheduledWork]:
-        """Add encodings to the work of a step, as far as its tokens allow."""
+        """Add encodings to the work of a step, within its token budget."""
         if not self._encode_queue:
             return work
         rows = self._decoding.rows
@@ -438,8 +425,8 @@ class EngineCore:
         most = self.config.step_tokens if decoding else self.config.prefill_tokens
         rows += sum(item.count for item in work)
         left = most - rows
-        if decoding and self._pace is not None:
-            left = min(left, self._pace.tokens_beside(rows))
+        if decoding and self._times.pace is not None:
+            left = min(left, self._times.pace.tokens_beside(rows))
         for encoding, count in self._encode_queue.portions(left):
             work.append(ScheduledWork.of(encoding, encoding.next_chunk(count)))
         return work
@@ -495,17 +482,27 @@ class EngineCore:
         for each in step.scores:
             each.record()
         waited, now = self._elapsed(), self._measured_at
-        if not step.work:
-            self._launch_timer.observe_step(now - self._begin_of(step))
-        if self._pace is not None and self._accepted_at is not None:
-            self._pace.observe(step.rows, now - self._accepted_at)
-        self._accepted_at = now
         if self._launched is step:
             self._launched = None
         self._count_tokens(step)
+        accepted = self._accept_tokens(step, tokens, now)
+        if self._launched is None and self._is_drained():
+            self._deliver(accepted, now)
+            accepted = []
+        self._requests.retire_sequences(accepted)
+        self._times.observe_step(step, now, waited)
+        return accepted, now
+
+    def _accept_tokens(
+        self, step: LaunchedStep, tokens: Seq[SampledToken | UnusableLogits], now: float
+    ) -> list[Sequence]:
+        """Give the tokens of a step to their sequences. Requests without a usable one fail.
+
+        Returns the sequences that have a token to deliver.
+        """
         accepted = list[Sequence]()
         for sequence, token in self._drafts.settle(step, tokens, self.stats):
-            if sequence.finished:  # ended or cancelled while the step ran
+            if sequence.finished:  # ended or canceled while the step ran
                 continue
             if not isinstance(token, SampledToken):
                 self._requests.fail_request(sequence.group, sequence.explain_failure(token))
@@ -517,31 +514,12 @@ class EngineCore:
                 self._requests.fail_request(sequence.group, sequence.failure)
             elif not (accepted and accepted[-1] is sequence):
                 accepted.append(sequence)
-        if self._launched is None and self._is_drained():
-            self._deliver(accepted, now)
-            accepted = []
-        self._requests.retire_sequences(accepted)
-        self._count_seconds(step, waited)
-        return accepted, now
+        return accepted
 
     def _is_drained(self) -> bool:
         """Whether no work is left."""
         running = any(not sequence.finished for sequence in self._requests.running)
         return not (running or self._requests.waiting or self._encode_queue)
-
-    def _count_seconds(self, step: LaunchedStep, waited: float) -> None:
-        """Add the seconds of a computed step to the counters."""
-        if not step.timestamps:
-            self.stats.forward += waited
-            return
-        begin, computed, end = step.timestamps
-        self.stats.forward += begin.elapsed_time(computed) / 1e3
-        if self._last_timestamp is not None:
-            idle = self._last_timestamp.elapsed_time(begin) / 1e3
-            self.stats.idle += idle
-            if not step.work:  # a request that came late may hold up its own step
-                self._launch_timer.observe_idle(idle)
-        self._last_timestamp = end
 
     def _share_blocks(self, step: LaunchedStep) -> None:
         """Offer the blocks that the step fills to other requests."""
@@ -588,6 +566,19 @@ def _mark_launched(work: list[ScheduledWork]) -> None:
     for item in work:
         if isinstance(item.owner, Sequence) and not item.owner.group.channel.launched:
             item.owner.group.channel.mark_launched()
+
+
+def _split_first(
+    step: LaunchedStep, accepted: list[Sequence]
+) -> tuple[list[Sequence], list[Sequence]]:
+    """Split the sequences with a token of a step: first tokens of answers, and later tokens.
+
+    Only rows behind the decode batch have first tokens.
+    """
+    begin = max(0, len(accepted) - (len(step.sequences) - step.decoding))
+    later, new = accepted[:begin], accepted[begin:]
+    first = [each for each in new if each.generated <= 1]
+    return first, later + [each for each in new if each.generated > 1]
 
 
 def _text_failed(error: BaseException) -> TextFailed:

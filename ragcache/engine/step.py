@@ -1,4 +1,4 @@
-"""Steps of the engine: which sequences and encodings compute what, and the step in flight."""
+"""Steps of the engine: who computes what, the step in flight, drafts, and times of steps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ragcache.engine.config import EngineConfig, EngineStats
 from ragcache.engine.decode_batch import FilledBlock
 from ragcache.engine.encoding import Encoding
 from ragcache.engine.kv_cache_manager import KVCacheManager
+from ragcache.engine.launching import LaunchTimer
+from ragcache.engine.pacing import StepPace
 from ragcache.engine.sampler import (
     GPU_ROWS,
     DeviceTimestamp,
@@ -155,6 +157,78 @@ class LaunchedStep:
     def rows(self) -> int:
         """Number of tokens that the step computes."""
         return self.decoding + sum(item.count for item in self.work)
+
+
+class StepTimes:
+    """Counts the times of steps, and lets the pace and the launches learn from them.
+
+    Args:
+        stats: Counters of the engine.
+        pace: Number of tokens beside answers. None if gaps between tokens have no bound.
+        launches: Timer of the launches. None if steps are computed one at a time.
+
+    Attributes:
+        pace: The pace.
+        launches: The timer.
+    """
+
+    def __init__(
+        self, stats: EngineStats, pace: StepPace | None, launches: LaunchTimer | None
+    ) -> None:
+        self.pace, self.launches = pace, launches
+        self._stats = stats
+        self._computed_at: float | None = None  # host time at the end of the last computed step
+        self._computed: DeviceTimestamp | None = None  # device time at its end
+
+    def seconds_left(self, step: LaunchedStep, now: float, *, prompts: bool) -> float:
+        """Seconds that the launch behind a running step may wait. See `LaunchTimer`."""
+        if self.launches is None:
+            return 0.0
+        return self.launches.seconds_left(now - self._begin_of(step), prompts=prompts)
+
+    def observe_launch(self, step: LaunchedStep, began: float) -> None:
+        """Take into account how long a step took to plan and launch. It began at `began`."""
+        if self.launches is not None:
+            self.launches.observe_launch(step.launched_at - began, prompts=bool(step.work))
+
+    def observe_step(self, step: LaunchedStep, now: float, waited: float) -> None:
+        """Take the time of a computed step into account.
+
+        Args:
+            step: The step.
+            now: Time at which its tokens became known.
+            waited: Seconds for which the host waited for them.
+        """
+        if self.launches is not None and not step.work:
+            self.launches.observe_step(now - self._begin_of(step))
+        if self.pace is not None and self._computed_at is not None:
+            self.pace.observe(step.rows, now - self._computed_at)
+        self._computed_at = now
+        if step.timestamps:
+            self._observe_device(step)
+        else:
+            self._stats.forward += waited
+
+    def pause(self) -> None:
+        """Count the time until the next step neither as the step's nor as idle time."""
+        self._computed = self._computed_at = None
+        if self.launches is not None:
+            self.launches.forget_steps()
+
+    def _observe_device(self, step: LaunchedStep) -> None:
+        """Take the device times of a step into account: its own, and the idle time before it."""
+        begin, computed, end = step.timestamps
+        self._stats.forward += begin.elapsed_time(computed) / 1e3
+        if self._computed is not None:
+            idle = self._computed.elapsed_time(begin) / 1e3
+            self._stats.idle += idle
+            if self.launches is not None and not step.work:  # a late request may hold up its step
+                self.launches.observe_idle(idle)
+        self._computed = end
+
+    def _begin_of(self, step: LaunchedStep) -> float:
+        """The time from which the device computes a step, by the host's clock."""
+        return max(step.launched_at, self._computed_at or 0.0)
 
 
 class DraftPlanner:

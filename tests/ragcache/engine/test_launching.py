@@ -80,7 +80,7 @@ class BusyDeviceTimer(LaunchTimer):
 
 def late_core(causal: CausalLM, clock: ManualClock) -> SteppedCore:
     core = delayed_core(causal, clock=clock)
-    core._launch_timer = BusyDeviceTimer()
+    core._times.launches = BusyDeviceTimer()
     return core
 
 

@@ -141,7 +141,7 @@ def test_waiting_for_a_caller_is_no_time_of_a_step(causal: CausalLM, *, delayed:
     clock = ManualClock()
     runner = DelayedRunner(causal) if delayed else TimedRunner(causal, clock)
     core = SteppedCore(runner, replace(config_of(causal), max_gap_ms=30.0, encode_bytes=1), clock)
-    core._pace = pace = RecordedPace()
+    core._times.pace = pace = RecordedPace()
     channel = StatesChannel(lambda: None)
     core.add_encoding([EncodeJob(random_tokens(20, seed=n)) for n in range(2)], channel)
     while not core.is_stalled:
@@ -161,7 +161,7 @@ def test_waiting_after_a_failure_is_no_time_of_a_step(causal: CausalLM, *, delay
     clock = ManualClock()
     runner = DelayedRunner(causal) if delayed else TimedRunner(causal, clock)
     core = SteppedCore(runner, replace(config_of(causal), max_gap_ms=30.0), clock)
-    core._pace = pace = RecordedPace()
+    core._times.pace = pace = RecordedPace()
     for _ in range(2):
         handle = core.submit(Request(plain_context(random_tokens(5)), 6))
         for _ in range(3):
