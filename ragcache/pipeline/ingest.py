@@ -389,7 +389,7 @@ class Ingestor:
         progress: Progress | None,
         store_batch: Callable[[Sequence[NewDocument]], None],
     ) -> tuple[list[NewDocument], int]:
-        """Encode documents, and return the rows of the last batch and the number of new states.
+        """Encode documents, and store all but the last batch of them.
 
         New states belong to the job. If it is interrupted, the next job of the collection finds
         them.
@@ -404,11 +404,11 @@ class Ingestor:
         Returns:
             The rows of the last batch, and the number of states that were computed.
         """
-        jobs, done, encoded = self._jobs, 0, 0
+        done, encoded = 0, 0
         rows: list[NewDocument] = []
         began = time.monotonic()
         total = sum(len(modules) for _, modules in prepared)
-        note = jobs.progress(job)
+        note = self._jobs.progress(job)
         with ExitStack() as writing:  # holds a lease whose blobs are written during the next one
             for document, modules in prepared:
                 if self._is_batch(rows, time.monotonic() - began):
@@ -417,23 +417,37 @@ class Ingestor:
                     rows, began = [], time.monotonic()
                 wanted = [module.token_ids for module in modules] if self._encodes else []
                 for part in portions(wanted):
-                    jobs.expect(job, [self.encoder.key(ids) for ids in part])
-                    if self.turns.contended:
-                        writing.close()
-                    with self.turns.turn(self.catalog.namespace):
-                        lease = self.encoder.lease(part, origin="ingest")
+                    encoded += self._encode_portion(job, part, writing)
                     done += len(part)
-                    encoded += sum(tier == "encoded" for tier in lease.source.values())
-                    before = writing.pop_all()
-                    writing.callback(lease.release)
-                    before.close()
-                    if not lease.is_writing:
-                        writing.close()
                     note(done)
                     if progress is not None:
                         progress(done, total)
                 rows.append(self._row(document, modules))
         return rows, encoded
+
+    def _encode_portion(
+        self, job: int, modules: Sequence[Sequence[int]], writing: ExitStack
+    ) -> int:
+        """Encode some modules, and return the number of states that were computed.
+
+        Args:
+            job: The job.
+            modules: Tokens of each module.
+            writing: Holds the lease of the portion before, whose blobs may still be written, and
+                then the lease of this portion.
+        """
+        self._jobs.expect(job, [self.encoder.key(ids) for ids in modules])
+        if self.turns.contended:
+            writing.close()
+        with self.turns.turn(self.catalog.namespace):
+            lease = self.encoder.lease(modules, origin="ingest")
+        computed = sum(tier == "encoded" for tier in lease.source.values())
+        before = writing.pop_all()
+        writing.callback(lease.release)
+        before.close()
+        if not lease.is_writing:
+            writing.close()
+        return computed
 
     def _is_batch(self, rows: Sequence[NewDocument], seconds: float) -> bool:
         """Tell whether documents that took some seconds are to be stored before more follow."""
