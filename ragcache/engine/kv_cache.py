@@ -308,14 +308,14 @@ class NodePath:
         return self.parent, tuple(token_ids), tuple(position_ids), attended
 
     def count_alike(
-        self, node: RadixNode, token_ids: Sequence[int], position_ids: Sequence[int]
+        self, node: RadixNode, token_ids: tuple[int, ...], position_ids: tuple[int, ...]
     ) -> int:
         """Return the number of tokens behind the path that a block behind it begins with.
 
         Tokens count up to the first segment that only one of both prompts has there.
         """
         _, tokens, positions, attended = node.key
-        count = min(_common(tuple(token_ids), tokens), _common(tuple(position_ids), positions))
+        count = min(_common(token_ids, tokens), _common(position_ids, positions))
         for one, other in zip_longest(self._segments_ahead(), attended):
             if one != other:
                 first = min(start for start, _ in filter(None, (one, other)))
@@ -398,14 +398,16 @@ class RadixCache:
         """
         if path.root is None or len(token_ids) < FEWEST_ALIKE:
             return None
-        tokens, positions = token_ids[: self.block_size], position_ids[: self.block_size]
+        tokens, positions = (tuple(each[: self.block_size]) for each in (token_ids, position_ids))
         behind = self._beginnings.get((path.parent, tokens[0]), {})
-        counts = {
-            node: path.count_alike(node, tokens, positions)
-            for node in islice(reversed(behind), MOST_ALIKE)
-        }
-        best = max(counts, key=counts.__getitem__, default=None)
-        return None if best is None or counts[best] < FEWEST_ALIKE else (best, counts[best])
+        found, most = None, FEWEST_ALIKE - 1
+        for node in islice(reversed(behind), MOST_ALIKE):
+            if node.key[1][: most + 1] != tokens[: most + 1]:  # others of one template, mostly
+                continue
+            count = path.count_alike(node, tokens, positions)
+            if count > most:
+                found, most = (node, count), count
+        return found
 
     def append_block(
         self, path: NodePath, token_ids: Sequence[int], position_ids: Sequence[int], block_id: int

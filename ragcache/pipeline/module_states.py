@@ -315,7 +315,7 @@ class ModuleEncoder(StateEncoder):
         self, keys: Sequence[KVKey], wanted: Sequence[_WantedModule], patience: float
     ) -> Lease | None:
         """Lease states together, the usual case, if the tiers have all of them."""
-        if not all(map(self.store.memory.is_known, keys)):
+        if self.store.memory.unknown(keys):
             return None
         lengths = {each.key: len(each.token_ids) for each in wanted}
         lease = self.store.lease(keys, self._request("question", "", lengths, patience=patience))

@@ -165,7 +165,7 @@ class Modules:
         wanted = {encoder.key(ids, encoding): row for encoding, (ids, row) in placed}
         first = self.store.memory.top.name
         done = admin.move(self.store, list(wanted), first, dry_run=True)
-        missing = [key for key in wanted if not self.store.memory.is_known(key)]
+        missing = self.store.memory.unknown(wanted)
         done += [StateChange(key, "encode", first, "", 0) for key in missing]
         if dry_run:
             return done

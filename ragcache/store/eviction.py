@@ -88,7 +88,11 @@ class EvictionIndex:
 
     def touch(self, key: KVKey, last_use: int) -> bool:
         """Count a use of present states. Returns as `add` does."""
-        return self.add(key, self.get(key).nbytes, last_use, reused=True)
+        known = self._again.pop(key, None)
+        if known is None:
+            return self.add(key, self._once[key].nbytes, last_use, reused=True)
+        self._again[key] = KVEntry(known.nbytes, last_use)
+        return False
 
     def remove(self, key: KVKey, *, remember: bool = False) -> int:
         """Remove states. Returns their bytes, or 0 if they are missing.

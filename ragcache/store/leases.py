@@ -359,21 +359,20 @@ class LeaseManager:
 
     def _away(self, lease: Lease) -> list[KVKey]:
         """Return the missing keys of a lease that the first tier does not have either."""
-        return [key for key in lease.missing if not self._find(lease, key)]
+        return self._find(lease, lease.missing)
 
-    def _find(self, lease: Lease, key: KVKey) -> bool:
-        """Look up a key in the first tier.
+    def _find(self, lease: Lease, keys: Sequence[KVKey]) -> list[KVKey]:
+        """Look up keys in the first tier, and return those that it does not have.
 
         The first lease of states that were read ahead counts as their first use.
         """
-        tier = self._ahead.pop(key, None)
-        states = self._memory.find(key, lease.tick if tier is None else None)
-        if states is None:
-            return False
-        lease.found[key], lease.source[key] = states.readable(), tier or self._memory.top.name
-        if tier is not None:
-            lease.moved[tier] += lease.found[key].nbytes
-        return True
+        ahead = {key: tier for key in keys if (tier := self._ahead.pop(key, None))}
+        found, top = self._memory.find(keys, lease.tick, ahead), self._memory.top.name
+        for key, states in found.items():
+            lease.found[key], lease.source[key] = states.readable(), ahead.get(key, top)
+        for key in ahead.keys() & found.keys():
+            lease.moved[ahead[key]] += lease.found[key].nbytes
+        return [key for key in keys if key not in found]
 
     def _read_all(self, lease: Lease, flight: Flight) -> list[KVKey]:
         """Read the keys of a flight. Returns the keys that no tier has.
@@ -382,7 +381,7 @@ class LeaseManager:
         be read are not tried again.
         """
         lost = self._counters.corrupt
-        away = [key for key in flight.mine if not self._find(lease, key)]
+        away = self._find(lease, flight.mine)
         self._read(lease, flight, [key for key in away if key not in lease.unreadable])
         left = [key for key in away if key not in lease.found]
         lease.unreadable.update(key for key in left if self._persistent.holds(key))

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -155,16 +155,23 @@ class MemoryTiers:
     def _stays(self, key: KVKey) -> bool:
         return key in self.leases or key in self.pinned
 
-    def find(self, key: KVKey, tick: int | None) -> StoredStates | None:
-        """Return states that are unbudgeted or in the first tier. With a tick, count a use."""
+    def find(
+        self, keys: Iterable[KVKey], tick: int, uncounted: Container[KVKey] = ()
+    ) -> dict[KVKey, StoredStates]:
+        """Return the states that are unbudgeted or in the first tier.
+
+        Counts a use of those in the tier, except of `uncounted` ones.
+        """
+        found, entries = dict[KVKey, StoredStates](), self.top.entries
         with self.lock:
-            if key in self._unbudgeted:
-                return self._unbudgeted[key][0]
-            if key not in self.top.entries:
-                return None
-            if tick is not None and self.top.entries.touch(key, tick):
-                self.reused.add(key)
-            return self.top.tier.get(key)
+            for key in keys:
+                if key in self._unbudgeted:
+                    found[key] = self._unbudgeted[key][0]
+                elif key in entries:
+                    if key not in uncounted and entries.touch(key, tick):
+                        self.reused.add(key)
+                    found[key] = self.top.tier.get(key)
+        return found
 
     def _is_conversation(self, key: KVKey) -> bool:
         metadata = self.metadata.get(key)
@@ -172,8 +179,16 @@ class MemoryTiers:
 
     def is_known(self, key: KVKey) -> bool:
         """Return whether any tier has a key, as far as this process knows."""
+        return not self.unknown((key,))
+
+    def unknown(self, keys: Collection[KVKey]) -> list[KVKey]:
+        """Return the keys that no tier has, as far as this process knows."""
+        absent = [*keys]
         with self.lock:
-            return any(key in index.entries for index in self.every)
+            for index in self.every:
+                entries = index.entries
+                absent = [key for key in absent if key not in entries]
+        return absent
 
     def seconds_to_read(self, key: KVKey) -> float:
         """Return the measured seconds of reading a key into memory. 0 if memory has it."""

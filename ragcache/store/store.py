@@ -307,7 +307,7 @@ class KVStore:
 
         A lease then claims no recorded keys.
         """
-        unknown = [key for key in keys if not self.memory.is_known(key)]
+        unknown = self.memory.unknown(keys)
         if unknown and self.persistent.indexes:
             try:
                 self.persistent.learn(self.ledger.find(unknown))
