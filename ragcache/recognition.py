@@ -147,6 +147,8 @@ def _apart(text: str, table: FingerprintTable) -> list[tuple[int, int, ModuleRow
 
 def _widened(text: str, module: ModuleRow, begin: int, end: int, floor: int) -> RecognizedModule:
     """Return the match extended by the module's outer whitespace, if the text has it too."""
+    if end - begin == len(module.text):  # it has none
+        return RecognizedModule(module, begin, end, True)
     first = begin - (len(module.text) - len(module.text.lstrip()))
     last = first + len(module.text)
     if first >= floor and text.startswith(module.text, first):
@@ -218,9 +220,10 @@ class PrefixGroup:
     @classmethod
     def of(cls, rows: Sequence[ModuleRow]) -> PrefixGroup:
         """Return the group of one or more rows. Keeps the first of equal texts."""
+        if len(rows) == 1:
+            text = rows[0].text.strip()
+            return cls([*rows], [len(text)], text, len(text), [-1])
         every = [row.text.strip() for row in rows]
-        if len(rows) == 1:  # nearly always
-            return cls([*rows], [len(every[0])], every[0], len(every[0]), [-1])
         order = sorted(range(len(rows)), key=every.__getitem__)
         order = [n for i, n in enumerate(order) if not i or every[n] != every[order[i - 1]]]
         texts = [every[n] for n in order]
@@ -236,6 +239,8 @@ class PrefixGroup:
         """
         if not text.startswith(self.shared, place):
             return -1
+        if len(self.modules) == 1:  # nearly always
+            return 0
         here = text[place : place + self.longest]
         last = bisect_right(range(len(self.modules)), here, key=self._text) - 1
         if last < 0 or text.startswith(self._text(last), place):

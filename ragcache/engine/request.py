@@ -87,7 +87,7 @@ class Context:
     @property
     def cached_tokens(self) -> int:
         """Number of tokens whose states are read instead of computed."""
-        return sum(segment.states.length for segment in self.segments)
+        return sum([segment.states.length for segment in self.segments])
 
     @property
     def prompt_tokens(self) -> int:
@@ -382,7 +382,8 @@ def check_states(states: StoredStates, model: CausalLM, *, by_address: bool) -> 
 
 def check_place(segment: Segment, window: int) -> None:
     """Raise `PromptTooLong` if a segment or its distance exceeds the model's window."""
-    if segment.start < 0 or segment.end > window or abs(segment.delta) >= window:
+    start, states = segment.start, segment.states
+    if start < 0 or start + states.length > window or abs(start - states.start) >= window:
         raise PromptTooLong(
             f"states that were encoded at position {segment.states.start} are placed at "
             f"{segment.start} to {segment.end}, outside of the model's window of {window}"

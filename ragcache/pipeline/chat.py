@@ -182,10 +182,10 @@ class ChatPipeline:
         reranking = sum(each.selection.rerank_seconds for each in chats if each.selection)
         times = Timestamps(called, time.perf_counter(), rerank=reranking)
         collection = "" if search is None else search.collection
-        asked = AskedQuestion("", options.mode, "chat", collection, times, keeper=options.keeper)
+        asked = [(each.question, self._mode(each.found, options)) for each in chats]
         questions = [
-            replace(asked, text=chat.question, mode=self._mode(chat.found, options))
-            for chat in chats
+            AskedQuestion(text, mode, "chat", collection, times, keeper=options.keeper)
+            for text, mode in asked
         ]
         choose = self._build_least if options.resumable else self.build
         return [choose(*each) for each in zip(chats, questions, strict=True)]
@@ -211,7 +211,7 @@ class ChatPipeline:
         layout = PromptLayout(encoder.preamble_ids, divides=encoder.model.causal.divides)
         groups = lay_out_chat(
             layout,
-            replace(chat, found=read),
+            chat if encoding else replace(chat, found=read),
             self._tokens_of([each.module for each in read]),
             self.tokenizer,
             mode,
@@ -465,7 +465,8 @@ def lay_out_chat(
         here = chat.text[each.begin : each.end]
         agreed = tokenizer.agreement(here, ids, whole=each.whole, first=each.begin == 0)
         modules = () if each.module.id == NO_DOCUMENT else (each.module.id,)
-        group = ModuleGroup(modules, ids, 0, mode.encoding_at(number) or AFTER_PREAMBLE)
+        start = layout.length + len(agreed.before) - agreed.begin
+        group = ModuleGroup(modules, ids, start, mode.encoding_at(number) or AFTER_PREAMBLE)
         groups.append(_place(layout, group, agreed, mode, fits_at))
         done = each.end
     layout.compute(tokenizer.encode(chat.text[done:], first=done == 0))
@@ -479,16 +480,15 @@ def _place(
     """Continue with a module, and return its group. Without usable states it is computed."""
     token_ids = module.token_ids
     layout.compute(agreed.before)
-    start = layout.length - agreed.begin
     begin = agreed.begin + mode.leading_tokens(agreed.end - agreed.begin)
     size = len(token_ids)
     whole = layout.divides or (begin, agreed.end) == (0, size)
-    if agreed.end - begin < MIN_READ_TOKENS or not (whole and fits_at(start, size)):
+    if agreed.end - begin < MIN_READ_TOKENS or not (whole and fits_at(module.start, size)):
         begin = agreed.end
     layout.compute(token_ids[agreed.begin : begin])
     group = None
     if begin < agreed.end:
-        group = layout.add(replace(module, start=start))
+        group = layout.add(module)
         layout.read(group, begin, agreed.end)
     layout.compute(agreed.after)
     return group
@@ -520,14 +520,13 @@ class InContextTokenizer:
             text: The text.
             first: Whether the text begins the prompt.
         """
-        if not self._model.prompt_tokenizer.parts:
-            return self._encode(text, first=first)
-        parts = filter(None, MARK.split(text))  # the earlier turns of a chat are known
-        return [token for part in parts for token in self._encode(part, first=False)]
-
-    def _encode(self, text: str, *, first: bool) -> Sequence[int]:
-        encode = self._encode_short if len(text) <= _SHORT else self._template.encode
-        return encode(text, first=first)
+        tokens, parts = list[int](), [text]
+        if self._model.prompt_tokenizer.parts:
+            parts, first = [*filter(None, MARK.split(text))], False
+        for part in parts:  # the earlier turns of a chat are known
+            encode = self._encode_short if len(part) <= _SHORT else self._template.encode
+            tokens += encode(part, first=first)
+        return tokens
 
     def agreement(
         self, text: str, token_ids: Sequence[int], *, whole: bool, first: bool

@@ -73,7 +73,7 @@ class ChatTemplate:
         self._marks = {token: chr(_FIRST + i) for i, token in enumerate(self.control)}
         self._names = {ord(mark): tokenizer.spell(token) for token, mark in self._marks.items()}
         some = "|".join(map(re.escape, self.control)) or "(?!)"
-        self._spelled = re.compile(some)
+        self._spelled = re.compile(f"{_WRITTEN}?(?:{some})")
         special = set(model.tokenizer.all_special_tokens)
         special |= {t.content for t in model.tokenizer.added_tokens_decoder.values() if t.special}
         self._escaper = ControlTokenEscaper(self.control, set(self.control) - special)
@@ -113,7 +113,7 @@ class ChatTemplate:
             InvalidRequest: A message is malformed, or the template refuses the messages.
         """
         checked = check_messages(messages)
-        chat = [self._escaper.hide(m, generated=m["role"] == "assistant") for m in checked]
+        chat = [self._hidden(each) for each in checked]
         offered = [self._escaper.hide(tool) for tool in tools or ()]
         variables = self.kwargs | template_kwargs(self.model.tokenizer, kwargs)
         if _uses_tools(chat) and not self._has_tool_calls(chat, offered, variables):
@@ -121,6 +121,14 @@ class ChatTemplate:
         text = self._apply(chat, offered, variables)
         hidden = (chat, offered) != (checked, list(tools or ()))
         return self._escaper.reveal(self.mark(text)) if hidden else self.mark(text)
+
+    def _hidden(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Hide the control tokens of a checked message, nearly always in its content alone."""
+        generated = message["role"] == "assistant"
+        if len(message) > len(("role", "content")):
+            hidden: dict[str, Any] = self._escaper.hide(message, generated=generated)
+            return hidden
+        return message | {"content": self._escaper.hide(message["content"], generated=generated)}
 
     def _has_tool_calls(
         self, chat: list[dict[str, Any]], tools: list[dict[str, Any]], kwargs: dict[str, Any]
@@ -152,12 +160,8 @@ class ChatTemplate:
 
     def mark(self, rendered: str) -> str:
         """Replace the control tokens of rendered text with marks."""
-
-        def marked(found: re.Match[str]) -> str:
-            written = found.start() > 0 and rendered[found.start() - 1] == _WRITTEN
-            return found[0] if written else self._marks[found[0]]
-
-        return self._spelled.sub(marked, rendered)
+        marks = self._marks  # which do not know a token behind `_WRITTEN`
+        return self._spelled.sub(lambda found: marks.get(found[0], found[0]), rendered)
 
     def encode(self, text: str, *, first: bool = True) -> list[int]:
         """Tokenize a text. Marks become control tokens, everything else is ordinary text.
@@ -400,7 +404,7 @@ def _without_tool_calls(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _checked(message: Message, number: int) -> dict[str, Any]:
     """Return a message as templates take it. Raises `InvalidRequest` if it is malformed."""
-    if not isinstance(message, Mapping):
+    if not isinstance(message, dict | Mapping):  # a dict is one at first sight
         raise InvalidRequest(
             f"message {number} is no mapping; write {{'role': ..., 'content': ...}}"
         )

@@ -348,11 +348,11 @@ class ObservedModules:
 
     def _find_in(self, text: str, gap: Span) -> list[RecognizedModule]:
         """Return the observed modules between two ingested ones, and count their uses."""
-        matches = find(text[gap.begin : gap.end], self._table)
+        matches, now = find(text[gap.begin : gap.end], self._table), time.time()
         with self._lock:
             for each in matches:
                 if known := self._modules.get(each.module.name):
-                    known.hits, known.used_at = known.hits + 1, time.time()
+                    known.hits, known.used_at = known.hits + 1, now
                     self._modules.move_to_end(known.id)
         if not gap.begin:
             return matches

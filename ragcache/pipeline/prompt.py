@@ -270,7 +270,7 @@ class TokenPrompt:
     @property
     def read_tokens(self) -> int:
         """Number of tokens whose states are read."""
-        return sum(span.length for span in self.spans)
+        return sum([span.length for span in self.spans])
 
     def placed_states(self) -> list[PlacedStates]:
         """Return the states that the prompt reads, as the segments of its context name them."""

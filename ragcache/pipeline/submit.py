@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 from ragcache.answers.citations import CitationPolicy
 from ragcache.answers.confidence import ModelCalibration
@@ -29,12 +30,23 @@ from ragcache.engine import (
     TokenDelta,
 )
 from ragcache.engine.handle import RequestChannel
-from ragcache.engine.request import RepetitionRule, check_options, check_stop_strings
+from ragcache.engine.request import (
+    KeepStates,
+    RepetitionRule,
+    check_options,
+    check_stop_strings,
+)
 from ragcache.errors import InvalidRequest, StoreError
 from ragcache.models import LoadedModel
 from ragcache.modes import EXACT, Compose, ReuseMode
 from ragcache.params import GenerationParams, OpenConfig
-from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
+from ragcache.pipeline.answer import (
+    DeferredReleases,
+    PendingAnswer,
+    PreparedAnswer,
+    Timestamps,
+    give_up,
+)
 from ragcache.pipeline.conversations import Conversations, PauseHint, ResumedContext
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.prompt import PromptStates, TokenPrompt, build_context
@@ -46,7 +58,15 @@ logger = logging.getLogger(__name__)
 READER_REPETITIONS = 8
 """Times in a row that the embedded reader may write one pattern. Small models fall into loops."""
 
-MakeRequest = Callable[[Context], Request]
+
+class MakeRequest(Protocol):
+    """Makes the engine's request, once its context is known."""
+
+    def __call__(
+        self, context: Context, keep: KeepStates | None = None, timeout: float | None = None
+    ) -> Request:
+        """`timeout`: seconds, in place of the ones of the options."""
+
 
 _SAMPLED = [field.name for field in fields(SamplingParams)]
 
@@ -120,7 +140,9 @@ def request_maker(
     stop, sampling = check_stop_strings(params.stop), sampling_params(params)
     unsaid = None if grammar is not None else model.no_answer_id
 
-    def make_request(context: Context) -> Request:
+    def make_request(
+        context: Context, keep: KeepStates | None = None, timeout: float | None = None
+    ) -> Request:
         request = Request(
             context,
             max_tokens=most,
@@ -137,7 +159,8 @@ def request_maker(
             prompt_logprobs=len(context.token_ids) if params.prompt_logprobs else 0,
             repetition=repetition_rule(params, extractive=model.extractive),
             priority=params.priority,
-            timeout=params.timeout,
+            timeout=timeout or params.timeout,
+            keep=keep,
         )
         for policy in policies:
             request = policy.change_request(request)
@@ -343,10 +366,10 @@ class Submitter:
             context = build_context(prompt, *found, self._composition(prompt))
             resumed = self._resume(prompt, context, generation)
             prepared = prepare_answer(prompt, lease, time.perf_counter(), policies, resumed.tokens)
-            request = replace(make_request(resumed.context), keep=resumed.keep)
             if timeout is not None:
                 left = timeout - (time.perf_counter() - began)
-                request = replace(request, timeout=max(left, sys.float_info.min))
+                timeout = max(left, sys.float_info.min)
+            request = make_request(resumed.context, resumed.keep, timeout)
             handle = self.engine.submit_request(request)
             return PendingAnswer(prepared, handle, self.deferred, lease, resumed.lease)
         except BaseException:
@@ -402,7 +425,7 @@ def prepare_answer(
         resumed_tokens: Tokens of earlier turns that are read, by the tier of their states.
     """
     tiers = [] if lease is None else [lease.source[key] for key in lease.keys]
-    replaced = prompt.question.replaced_mode
+    replaced, times = prompt.question.replaced_mode, prompt.question.times
     tokens: Counter[str] = Counter()
     for span in prompt.spans:
         tokens[tiers[span.group]] += span.length
@@ -419,7 +442,7 @@ def prepare_answer(
         created_tokens=tokens["encoded"],
         tokens=tokens,
         bytes_moved={} if lease is None else dict(lease.moved),
-        timestamps=replace(prompt.question.times, assembled=assembled),
+        timestamps=Timestamps(times.called, times.retrieved, assembled, times.rerank),
         replaced_mode=None if replaced is None else str(replaced),
         resumed_tokens=resumed_tokens or {},
         policies=tuple(policies),

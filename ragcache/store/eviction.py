@@ -58,6 +58,10 @@ class EvictionIndex:
         """Return the entry of a key. Raises `KeyError` if it is missing."""
         return self._once[key] if key in self._once else self._again[key]
 
+    def find(self, key: KVKey) -> KVEntry | None:
+        """Return the entry of a key, or None if it is missing."""
+        return self._once.get(key) or self._again.get(key)
+
     def is_reused(self, key: KVKey) -> bool:
         """Return whether states have been used again."""
         return key in self._again
@@ -174,6 +178,10 @@ class TierEntries:
     def get(self, key: KVKey) -> KVEntry:
         """Return the entry of a key. Raises `KeyError` if it is missing."""
         return self._of(key).get(key)
+
+    def find(self, key: KVKey) -> KVEntry | None:
+        """Return the entry of a key, or None if it is missing."""
+        return self.documents.find(key) or self.conversations.find(key)
 
     def is_reused(self, key: KVKey) -> bool:
         """Return whether states have been used again."""

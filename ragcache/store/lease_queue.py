@@ -175,8 +175,8 @@ class LeaseQueue:
         States that a host reads where a disk has mapped them take none.
         """
         top, *below = self._memory.every
-        if key in top.entries:
-            return top.entries.get(key).nbytes
+        if (here := top.entries.find(key)) is not None:
+            return here.nbytes
         known = next((index for index in below if key in index.entries), None)
         if known is None:
             return size_of(key)
