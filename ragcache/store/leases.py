@@ -362,7 +362,7 @@ class LeaseManager:
         return self._find(lease, lease.missing)
 
     def _find(self, lease: Lease, keys: Sequence[KVKey]) -> list[KVKey]:
-        """Look up keys in the first tier, and return those that it does not have.
+        """Look up keys in the first tier, and return the missing ones.
 
         The first lease of states that were read ahead counts as their first use.
         """

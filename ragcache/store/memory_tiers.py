@@ -160,7 +160,7 @@ class MemoryTiers:
     ) -> dict[KVKey, StoredStates]:
         """Return the states that are unbudgeted or in the first tier.
 
-        Counts a use of those in the tier, except of `uncounted` ones.
+        Counts a use of states in the tier, unless their key is `uncounted`.
         """
         found, entries = dict[KVKey, StoredStates](), self.top.entries
         with self.lock:
