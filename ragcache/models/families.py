@@ -83,7 +83,9 @@ def wrap_causal(model: Any) -> CausalLM:
     args = (model, scheme, backend_for(model.device), dimensions, windows, softcap)
     kernels = family.kernels and not (dimensions.latent and (windows or softcap is not None))
     if not kinds.recurrent:
-        return CausalLM(*args, kernels=kernels)
+        causal = CausalLM(*args, kernels=kernels)
+        causal.whole_layers = family.whole_layers
+        return causal
     patch_recurrent(model, kinds)
     kernels = kernels and all(map(is_flat, recurrent_mixers(model)))
     return HybridLM(*args, kinds=kinds, kernels=kernels)
@@ -137,6 +139,9 @@ class Family:
     """Name of the positions in docs/models.md."""
     recurrent: str = ""
     """Name of the recurrent layers that its models may have beside attention."""
+    whole_layers: bool = False
+    """Whether the last layer must compute all rows too, because the code around it counts them
+    (docs/internals/adr/0118)."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
     """Configuration values of the tiny model of the trial, if the values derived from the model do
     not fit. A function gets the tiny configuration."""
@@ -494,12 +499,14 @@ for _family in (
         patch=patch_bloom,
         positions="ALiBi",
     ),
-    Family(("gpt2", "opt"), scheme=lambda _: Absolute("learned"), positions=LEARNED),
+    Family(("opt",), scheme=lambda _: Absolute("learned"), positions=LEARNED),
+    Family(("gpt2",), scheme=lambda _: Absolute("learned"), positions=LEARNED, whole_layers=True),
     Family(
         ("gpt_bigcode",),
         scheme=lambda _: Absolute("learned"),
         dimensions=_one_key_head,
         positions=LEARNED,
+        whole_layers=True,
     ),
     Family(
         ("hunyuan_v1_dense", "hunyuan_v1_moe"),

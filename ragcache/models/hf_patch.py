@@ -56,6 +56,9 @@ def step_in_context(
 class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """Writes each layer's new states where the step's metadata wants them."""
 
+    rows: Tensor | None = None
+    """Rows for which the last layer computes its output, int64 [R]. Unset if for all."""
+
     def __init__(
         self, metadata: AttentionMetadata | OperatorMetadata, backend: AttentionBackend
     ) -> None:

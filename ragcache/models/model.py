@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,9 @@ _PIECE_BYTES = 64 * 2**20  # of a weight, hashed at once
 _MOST_HASHERS = 8
 MODULE_TOKENS, MOST_MODULE_TOKENS = 384, 2048
 """Default limit of a module in tokens, and the highest default of models with recurrent layers."""
+MANY_TO_ONE = 4
+"""Rows of a step for each of which logits are wanted, from which the last layer computes those
+alone."""
 VOLATILE = (
     *("transformers_version", "_name_or_path", "_attn_implementation"),
     *("architectures", "dtype", "torch_dtype"),
@@ -91,6 +95,13 @@ class ForwardBatch:
     recurrent: RecurrentBatch | None = None
     """The runs of rows for recurrent layers, if the model has them."""
 
+    @property
+    def last_rows(self) -> Tensor | None:
+        """The rows of which the last layer computes more than states, `logit_rows`, where leaving
+        the others out pays. None if the layer computes all rows."""
+        few = MANY_TO_ONE * len(self.logit_rows) <= len(self.token_ids)
+        return self.logit_rows if few else None
+
 
 class CausalLM:
     """A patched Hugging Face model whose attention reads segments (`families.wrap_causal`).
@@ -119,12 +130,14 @@ class CausalLM:
         recurrent_bytes: Bytes of the recurrent states of one text. 0 if all layers are attention.
         composes: Whether prompts can be made of states of modules that were encoded one by one.
             False for models whose recurrent layers are not known to be affine.
+        whole_layers: Whether every layer computes all rows (`Family.whole_layers`).
         divides: Whether any part of a module's states can be read. Recurrent layers keep one map
             of the whole module.
     """
 
     recurrent_bytes = 0
     composes = divides = True
+    whole_layers = False
     ranks = 1
     """Number of processes that compute the model together."""
     host_memory: Callable[[int], NDArray[np.uint8]] | None = None
@@ -324,24 +337,40 @@ class CausalLM:
 
         return self._call_with(batch, SegmentCache(batch.metadata, self.backend))
 
+    @cached_property
+    def _last_layer(self) -> nn.Module | None:
+        """The last layer, if it can compute its output of some rows. Models whose last layers share
+        states have no list of `depth` layers."""
+        from ragcache.models.last_layer import layer_list
+
+        layers = None if self.whole_layers else layer_list(self.model, self.depth)
+        return None if layers is None else layers[-1]
+
     def _call_with(self, batch: ForwardBatch, cache: SegmentCache) -> Tensor:
         """Calls the model with a cache for this step."""
         from ragcache.models.hf_patch import step_in_context
+        from ragcache.models.last_layer import Attended, divide_layer
 
-        with step_in_context(batch.metadata, self.backend):
+        rows = batch.last_rows
+        known = not isinstance(batch.metadata, OperatorMetadata)
+        if rows is not None and known and (last := self._last_layer) is not None:
+            divide_layer(last)
+            cache.rows = rows
+        with step_in_context(batch.metadata, self.backend), suppress(Attended):
             out = self.model(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.position_ids[None],
                 # a finished mask: none is built
                 attention_mask=batch.token_ids.new_empty(1, 1, 1, 1),
                 use_cache=True,
-                logits_to_keep=batch.logit_rows,
+                logits_to_keep=batch.logit_rows if cache.rows is None else 0,
                 attention_metadata=batch.metadata,
                 backend=self.backend,
                 **{self._cache_name: cache},
             )
-        logits: Tensor = out[0][0]
-        return logits
+            logits: Tensor = out[0][0]
+            return logits
+        return torch.empty(0, self.logits_width, dtype=self.dtype, device=self.device)
 
 
 def _layer_width(model: Any) -> int:

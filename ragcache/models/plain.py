@@ -111,8 +111,10 @@ class Attention(nn.Module):
         turn: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
         backend: AttentionBackend,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """hidden: [T, hidden size]; turn: cosines and sines, [T, D]."""
+        """hidden: [T, hidden size]; turn: cosines and sines, [T, D]; rows: [R], the rows that are
+        returned, if not all."""
         query, key, value = (
             projection(hidden).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -123,7 +125,12 @@ class Attention(nn.Module):
         query, key = _turned(query, *turn), _turned(key, *turn)
         metadata.write_states(self.layer, key, value)
         scale = self.head_dim**-0.5
-        out = backend.attend(metadata, self.layer, query, key, value, scale=scale)  # [T, Hq, D]
+        if rows is None:
+            out = backend.attend(metadata, self.layer, query, key, value, scale=scale)  # [T, Hq, D]
+        elif len(rows):
+            out = backend.attend(metadata, self.layer, query, key, value, scale=scale)[rows]
+        else:
+            out = query.new_empty(0, *query.shape[::2])
         attended: Tensor = self.o_proj(out.flatten(1))
         return attended
 
@@ -154,8 +161,10 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, *step: Any) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), *step)
+    def forward(self, hidden: Tensor, *step: Any, rows: Tensor | None = None) -> Tensor:
+        """Compute the layer for some rows. All rows write their states."""
+        attended = self.self_attn(self.input_layernorm(hidden), *step, rows)
+        hidden = (hidden if rows is None else hidden[rows]) + attended
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
@@ -259,9 +268,13 @@ class PlainForCausalLM(nn.Module):
         angles = batch.position_ids[:, None].float() * self.inverse_frequency  # [T, D / 2]
         angles = torch.cat((angles, angles), -1)
         turn = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
-        for layer in self.model.layers:
+        *layers, last = self.model.layers
+        for layer in layers:
             hidden = layer(hidden, turn, batch.metadata, backend)
-        logits: Tensor = self.lm_head(self.model.norm(hidden[batch.logit_rows]))
+        rows = batch.last_rows
+        hidden = last(hidden, turn, batch.metadata, backend, rows=rows)
+        wanted = hidden if rows is not None else hidden[batch.logit_rows]
+        logits: Tensor = self.lm_head(self.model.norm(wanted))
         return logits
 
 

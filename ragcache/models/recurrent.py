@@ -183,6 +183,7 @@ class HybridLM(CausalLM):
     """A patched Hugging Face model with recurrent layers. See `CausalLM`."""
 
     divides = False
+    whole_layers = True
 
     def __init__(self, *args: Any, kinds: LayerKinds, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -29,8 +29,9 @@ def forward_text(
     values: Tensor,
     modules: Sequence[tuple[KVStates, int]] = (),
     recurrent: RecurrentBatch | None = None,
+    wanted: int | None = None,
 ) -> Tensor:
-    """Return the logits of all tokens of a text, [T, vocabulary].
+    """Return the logits of the last tokens of a text, [wanted, vocabulary].
 
     Args:
         causal: The model.
@@ -40,6 +41,7 @@ def forward_text(
         values: Where the values of the tokens go.
         modules: States that all tokens read, with the positions to which they are moved.
         recurrent: The rows of the text, for recurrent layers.
+        wanted: Number of tokens whose logits are computed. Defaults to all.
     """
     count, rows = len(token_ids), torch.arange(len(token_ids))
     positions = rows + start
@@ -69,4 +71,6 @@ def forward_text(
         softcap=causal.softcap,
         layout=causal.layout,
     )
+    if wanted is not None:
+        rows = rows[count - wanted :]
     return causal.forward(ForwardBatch(token_ids, positions, rows, metadata, recurrent))
