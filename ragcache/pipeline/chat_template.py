@@ -73,7 +73,7 @@ class ChatTemplate:
         self._marks = {token: chr(_FIRST + i) for i, token in enumerate(self.control)}
         self._names = {ord(mark): tokenizer.spell(token) for token, mark in self._marks.items()}
         some = "|".join(map(re.escape, self.control)) or "(?!)"
-        self._spelled = re.compile(f"{_WRITTEN}?(?:{some})")
+        self._spelled = re.compile(some)
         special = set(model.tokenizer.all_special_tokens)
         special |= {t.content for t in model.tokenizer.added_tokens_decoder.values() if t.special}
         self._escaper = ControlTokenEscaper(self.control, set(self.control) - special)
@@ -160,8 +160,12 @@ class ChatTemplate:
 
     def mark(self, rendered: str) -> str:
         """Replace the control tokens of rendered text with marks."""
-        marks = self._marks  # which do not know a token behind `_WRITTEN`
-        return self._spelled.sub(lambda found: marks.get(found[0], found[0]), rendered)
+
+        def marked(found: re.Match[str]) -> str:
+            written = found.start() > 0 and rendered[found.start() - 1] == _WRITTEN
+            return found[0] if written else self._marks[found[0]]
+
+        return self._spelled.sub(marked, rendered)
 
     def encode(self, text: str, *, first: bool = True) -> list[int]:
         """Tokenize a text. Marks become control tokens, everything else is ordinary text.
