@@ -1,9 +1,9 @@
 """Observed modules: texts that recur in the prompts of a namespace, kept as modules in memory.
 
-A prompt's first sight of a text leaves fingerprints, the second one makes it a module, whose states
-are encoded in the background. From then on the text is read like an ingested one. A text that its
-caller marks is a module at once, and its first prompt encodes it. Observed modules belong to no
-collection, and end with the process unless `OpenConfig.observed_storage` keeps them on the disk.
+A text that recurs (`ragcache.pipeline.prompt_observer`) becomes a module, whose states are encoded
+in the background. From then on the text is read like an ingested one. A text that its caller marks
+is a module at once, and its first prompt encodes it. Observed modules belong to no collection, and
+end with the process unless `OpenConfig.observed_storage` keeps them on the disk.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from ragcache.db import ModuleRow
 from ragcache.db.observed import ObservedText, ObservedTexts
@@ -28,6 +28,7 @@ from ragcache.params.open import ObservedStorage
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.keeper import Keeper
 from ragcache.pipeline.module_states import ModuleEncoder, portions
+from ragcache.pipeline.prompt_observer import PromptObserver
 from ragcache.recognition import (
     NO_DOCUMENT,
     Fingerprints,
@@ -35,7 +36,7 @@ from ragcache.recognition import (
     RecognizedModule,
     find,
 )
-from ragcache.recurrence import RecurrenceTable, Span, gaps, natural_spans, pieces
+from ragcache.recurrence import Span, gaps, pieces
 from ragcache.states import KVKey
 
 logger = logging.getLogger(__name__)
@@ -43,48 +44,11 @@ logger = logging.getLogger(__name__)
 SECONDS_TO_LIVE: dict[ObservedStorage, float] = {"memory": 3600.0, "disk": 86_400.0}
 """Seconds after its last use at which an observed module may end, by `observed_storage`."""
 
-MOST_CHARACTERS = 2**24
-"""Most characters of the prompts that wait to be compared. Of more, the oldest leave nothing."""
-
-MOST_WAITING = 2**20
-"""Most characters of the texts of a namespace that wait to be encoded. Of more, further texts wait
-for their next sight."""
-
-MOST_TOGETHER = 32
-"""Most texts that a turn of the background thread encodes. Other namespaces have theirs between."""
-
 OTHER_MODE = {ROOTED: PRIMED, PRIMED: ROOTED}
 """Mode in which recurring texts are read where the gate refuses the one that a chat asks for."""
 
 _REFRESHES = 100
 """Most refreshes of a stored text's end during its time to live."""
-_PAUSE_SECONDS = 0.05
-"""Seconds after a prompt in which nothing is encoded: its request is on the way to the engine."""
-_MOST_SECONDS = 1.0
-"""Longest wait of a text for a pause. Under constant load it is then encoded beside requests."""
-_POLL_SECONDS = 0.01
-_LAUNCH_SECONDS = 0.005
-"""Seconds after a prompt at which it is compared with others, so that its request goes first."""
-
-
-class _Prompt(NamedTuple):
-    """A prompt that is compared with earlier ones when its request is on the way."""
-
-    text: str
-    covered: Sequence[tuple[int, int]]
-    """Parts of the text that are modules."""
-    mode: ReuseMode
-
-
-@dataclass(slots=True)
-class _WaitingText:
-    """A recurring text that waits to be encoded."""
-
-    until: float
-    """Time at which it waits no longer."""
-    mode: ReuseMode
-    sights: int = 1
-    """Times that it has recurred. What recurs most is encoded first."""
 
 
 @dataclass(slots=True)
@@ -114,11 +78,7 @@ class ObservedModule:
 
 
 class ObservedModules:
-    """The observed modules of one namespace. Thread-safe.
-
-    Only fingerprints of a text are kept until it recurs, and no text of another namespace is ever
-    compared with it.
-    """
+    """The observed modules of one namespace, which reads no text of another one. Thread-safe."""
 
     def __init__(
         self,
@@ -147,18 +107,12 @@ class ObservedModules:
             rows: The texts that outlive the process. Without them all are in memory alone.
         """
         self._model, self._encoder, self._gate = model, encoder, gate
-        self._background, self._is_idle = background, is_idle
+        self._background = background
+        self._observer = PromptObserver(background, is_idle, self._encode_texts)
         self._budget_bytes = budget_bytes
         self._min_module_tokens, self._module_tokens = min_module_tokens, module_tokens
         self._rows, self._refreshed = rows, time.time()
-        self._recurrences = RecurrenceTable()
         self._modules: OrderedDict[str, ObservedModule] = OrderedDict()  # least recently used first
-        self._prompts: deque[_Prompt] = deque()
-        self._characters = 0  # of these prompts
-        self._waiting: dict[str, _WaitingText] = {}
-        self._waiting_characters = 0
-        self._works = False  # whether a turn of the thread, which looks at both, has yet to begin
-        self._prompted = -_PAUSE_SECONDS  # time of the last prompt
         self._table = FingerprintTable(Fingerprints.of(()))
         self._lock = threading.Lock()
         self._loading = threading.Lock()  # texts that are being loaded are not forgotten meanwhile
@@ -168,7 +122,7 @@ class ObservedModules:
     ) -> list[RecognizedModule]:
         """Return the observed modules in a prompt.
 
-        Which of its texts become modules is found out in the background, where they are encoded.
+        The background finds out which of its other texts recur, and encodes them.
 
         Args:
             text: The prompt.
@@ -180,13 +134,13 @@ class ObservedModules:
         """
         if not self._reads(mode):
             return list(covered)
-        self._prompted = time.monotonic()
+        self._observer.begin_prompt()
         found = [*covered]
         if self._gate.passes(mode):
             for gap in gaps(len(text), [(each.begin, each.end) for each in covered]):
                 found += self._find_in(text, gap)
         found.sort(key=lambda each: each.begin)
-        self._compare_later(_Prompt(text, [(each.begin, each.end) for each in found], mode))
+        self._observer.add_prompt(text, [(each.begin, each.end) for each in found], mode)
         return found
 
     def mode_for(self, mode: ReuseMode) -> ReuseMode:
@@ -315,14 +269,11 @@ class ObservedModules:
             The number of removed modules.
         """
         with self._loading:
+            if ids is None:
+                self._observer.forget()
             with self._lock:
                 chosen = [each for each in ids or self._modules if each in self._modules]
                 keys = [key for each in chosen for key in self._modules.pop(each).keys]
-                if ids is None:
-                    self._recurrences = RecurrenceTable()
-                    self._prompts.clear()
-                    self._waiting = {}  # the background may go on with the old one
-                    self._characters = self._waiting_characters = 0
                 self._rebuild()
             self._unpin(keys)
             self._encoder.store.evict(keys)
@@ -333,7 +284,7 @@ class ObservedModules:
     @property
     def waiting(self) -> int:
         """Number of texts that wait to be encoded."""
-        return len(self._waiting)
+        return self._observer.waiting
 
     @property
     def unstored(self) -> int:
@@ -361,89 +312,27 @@ class ObservedModules:
             for each in matches
         ]
 
-    def _compare_later(self, prompt: _Prompt) -> None:
-        """Compare a prompt in the background. Does nothing after the folder was closed."""
-        with self._lock:
-            self._prompts.append(prompt)
-            self._characters += len(prompt.text)
-            while self._characters > MOST_CHARACTERS:
-                self._take_prompt()
-        self._work_later()
+    def _encode_texts(self, texts: Mapping[str, ReuseMode], pause: Callable[[], None]) -> None:
+        """Make modules of texts that recur, and encode them. Runs in the background.
 
-    def _work_later(self) -> None:
-        """Ask for a turn of the background thread, unless one has yet to begin."""
-        with self._lock:
-            idle, self._works = not self._works, True
-        if idle:
-            with suppress(RuntimeError):
-                self._background.submit(self._work)
-
-    def _work(self) -> None:
-        """Compare prompts, and encode texts that wait. Runs in the background.
-
-        Later prompts have another turn, behind records of modules and other namespaces.
+        Args:
+            texts: The modes of the prompts in which the texts recurred.
+            pause: Waits for a pause between requests.
         """
-        time.sleep(_LAUNCH_SECONDS)
-        with self._lock:
-            self._works = False
-        self._compare()
-        self._promote()
-        if self._waiting:
-            self._work_later()
-
-    def _compare(self) -> None:
-        """Queue the texts of new prompts that recur and are not modules yet."""
-        while prompt := self._next_prompt():
-            text, covered, mode = prompt
-            for span in self._recurrences.observe(text):
-                for own in _uncovered(span, covered):
-                    for begin, end in natural_spans(text, own):
-                        self._queue(text[begin:end], mode)
-
-    def _next_prompt(self) -> _Prompt | None:
-        with self._lock:
-            return self._take_prompt() if self._prompts else None
-
-    def _take_prompt(self) -> _Prompt:
-        prompt = self._prompts.popleft()
-        self._characters -= len(prompt.text)
-        return prompt
-
-    def _queue(self, text: str, mode: ReuseMode) -> None:
-        if known := self._waiting.get(text):
-            known.sights += 1
-        elif self._waiting_characters < MOST_WAITING:
-            self._waiting_characters += len(text)
-            self._waiting[text] = _WaitingText(time.monotonic() + _MOST_SECONDS, mode)
-
-    def _promote(self) -> None:
-        """Make modules of texts that wait, in a pause or when the first waits no longer."""
-        if not (every := self._waiting):
-            return
-        until = min(each.until for each in every.values())
-        self._wait_for_pause(until)
-        if every is not self._waiting:  # forgotten meanwhile
-            return
-        often = sorted(every, key=lambda text: -every[text].sights)
-        waiting = {text: every[text] for text in often[:MOST_TOGETHER]}
         try:
-            modes = {each: self._measured_mode(each) for each in {w.mode for w in waiting.values()}}
+            modes = {mode: self._measured_mode(mode) for mode in set(texts.values())}
             made = dict[str, tuple[ObservedModule, Sequence[Encoding]]]()
-            for text, each in waiting.items():
-                if mode := modes[each.mode]:
+            for text, asked in texts.items():
+                if mode := modes[asked]:
                     new = self._modules_of(text, mode)
                     made |= {module.id: (module, mode.encodings) for module in new}
             for portion in portions([*made.values()]):
-                self._wait_for_pause(until)
+                pause()
                 self._encode(portion)
         except EngineClosed:
             pass
         except RagCacheError as error:
             logger.warning("recurring texts were not encoded: %s", error)
-        finally:
-            for text in waiting:
-                del every[text]
-            self._waiting_characters = sum(map(len, self._waiting))
 
     def _measured_mode(self, mode: ReuseMode) -> ReuseMode | None:
         """Return the mode in which texts of prompts in a mode are read, if the gate passes it.
@@ -587,19 +476,6 @@ class ObservedModules:
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._model.encode_untrusted(text))
 
-    def _wait_for_pause(self, until: float) -> None:
-        """Wait for a pause between requests, until a time at most.
-
-        The engine is idle before the first request that finds a text, too: a prompt begins no
-        pause until its request has reached the engine. Prompts are compared meanwhile.
-        """
-        self._compare()
-        while (now := time.monotonic()) < until:
-            if self._is_idle() and now - self._prompted >= _PAUSE_SECONDS:
-                return
-            time.sleep(_POLL_SECONDS)
-            self._compare()
-
 
 @contextmanager
 def _tolerated(consequence: str) -> Iterator[None]:
@@ -608,16 +484,3 @@ def _tolerated(consequence: str) -> Iterator[None]:
         yield
     except StoreError as error:
         logger.warning("%s; %s", error, consequence)
-
-
-def _uncovered(span: Span, covered: Sequence[tuple[int, int]]) -> list[Span]:
-    """Return the parts of a span between covered parts of the text, in order."""
-    inside = [
-        (max(begin, span.begin) - span.begin, min(end, span.end) - span.begin)
-        for begin, end in covered
-        if begin < span.end and end > span.begin
-    ]
-    return [
-        Span(span.begin + begin, span.begin + end)
-        for begin, end in gaps(span.end - span.begin, inside)
-    ]

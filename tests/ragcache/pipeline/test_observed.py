@@ -20,7 +20,7 @@ from ragcache.engine.core import EngineCore
 from ragcache.errors import ModeRefused
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.modes import ROOTED, ReuseMode
-from ragcache.pipeline import Keeper, gate
+from ragcache.pipeline import Keeper, gate, prompt_observer
 from ragcache.pipeline import observed as module
 from ragcache.pipeline.chat import ChatPipeline
 from ragcache.pipeline.history import HistoryReads
@@ -165,7 +165,7 @@ def test_a_text_is_encoded_after_the_request_that_finds_it(
         monkeypatch.setattr(EngineCore, name, recorded)
 
     def build_slowly(*given: Any) -> Any:
-        time.sleep(module._POLL_SECONDS + 0.02)
+        time.sleep(prompt_observer._POLL_SECONDS + 0.02)
         return build(*given)
 
     ask(rag, [1, 2], "How many days?")
@@ -173,7 +173,7 @@ def test_a_text_is_encoded_after_the_request_that_finds_it(
     monkeypatch.setattr(ChatPipeline, "build", build_slowly)
     record("add_request")
     record("add_encoding")
-    time.sleep(module._PAUSE_SECONDS)
+    time.sleep(prompt_observer._PAUSE_SECONDS)
     ask(rag, [3, 1], "Who decides?")
     assert order[0] == "add_request"
     assert set(order[1:]) == {"add_encoding"}
@@ -187,19 +187,19 @@ def test_texts_wait_together_under_constant_load(
     time_of_module = SimpleNamespace(
         monotonic=lambda: next(clock) * 1e-3, sleep=slept.append, time=time.time
     )
-    monkeypatch.setattr(module, "time", time_of_module)
-    monkeypatch.setattr(rag.modules.observed, "_is_idle", lambda: False)
+    monkeypatch.setattr(prompt_observer, "time", time_of_module)
+    monkeypatch.setattr(rag.modules.observed._observer, "_is_idle", lambda: False)
     for seeds in ([1, 2, 3, 4], [5, 4, 3, 2, 1]):
         rag.modules.observed.find(chat(seeds, "Who?")[0]["content"], [], ROOTED)
     rag.internals.shared.observing.submit(lambda: None).result()
     assert len(rag.modules.observed.all()) == 4
-    readings = module._MOST_SECONDS * 1e3
+    readings = prompt_observer._MOST_SECONDS * 1e3
     assert 0 < len(slept) <= readings, "no text waits for the one before it"
 
 
 def test_what_recurs_most_is_encoded_first(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
     observed, encoded = rag.modules.observed, list[str]()
-    monkeypatch.setattr(module, "MOST_TOGETHER", 1)
+    monkeypatch.setattr(prompt_observer, "MOST_TOGETHER", 1)
     monkeypatch.setattr(
         observed, "_encode", lambda made: encoded.extend(each.row.text for each, _ in made)
     )
@@ -212,7 +212,7 @@ def test_what_recurs_most_is_encoded_first(rag: RagCache, monkeypatch: pytest.Mo
 
 def test_what_waits_is_forgotten_too(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
     observed, encode = rag.modules.observed, rag.modules.observed._encode
-    monkeypatch.setattr(module, "MOST_TOGETHER", 1)
+    monkeypatch.setattr(prompt_observer, "MOST_TOGETHER", 1)
     monkeypatch.setattr(observed, "_encode", lambda made: (encode(made), observed.forget()))
     for seeds in ([1, 2, 3], [4, 3, 2, 1]):
         observed.find(chat(seeds, "Who?")[0]["content"], [], ROOTED)
@@ -227,14 +227,14 @@ def test_constant_load_leaves_others_their_turns(
     busy, other = rag.modules.observed, rag.within("other")
     prompts = iter(range(10, 10**6))
     ends = threading.Event()
-    compare = busy._compare
+    compare = busy._observer._compare
 
     def compare_with_another() -> None:
         compare()
         if not ends.is_set():
             busy.find(chat([1, next(prompts)], "Who?")[0]["content"], [], ROOTED)
 
-    monkeypatch.setattr(busy, "_compare", compare_with_another)
+    monkeypatch.setattr(busy._observer, "_compare", compare_with_another)
     try:
         busy.find(chat([1], "Who?")[0]["content"], [], ROOTED)
         for seeds in ([2, 3], [4, 2]):
@@ -276,10 +276,10 @@ def test_a_prompt_queues_a_bounded_number_of_texts(
         return taken
 
     monkeypatch.setattr(
-        module.ObservedModules, "_promote", lambda self: queued.extend(take(self._waiting))
+        prompt_observer.PromptObserver, "_encode", lambda self: queued.extend(take(self._waiting))
     )
     texts = [f"<source>{passage(seed, 5)}</source>" for seed in range(200)]
-    monkeypatch.setattr(module, "MOST_WAITING", sum(map(len, texts[:50])))
+    monkeypatch.setattr(prompt_observer, "MOST_WAITING", sum(map(len, texts[:50])))
     observed = rag.modules.observed
     observed.find("\n".join(texts), [], ROOTED)
     for start in (0, 100):
@@ -287,20 +287,21 @@ def test_a_prompt_queues_a_bounded_number_of_texts(
         observed.find("Another.\n" + "\n".join(mixed), [], ROOTED)
     rag.internals.shared.observing.submit(lambda: None).result()
     sizes = [*map(len, queued)]
-    assert sum(sizes[:-1]) < module.MOST_WAITING <= sum(sizes)
+    assert sum(sizes[:-1]) < prompt_observer.MOST_WAITING <= sum(sizes)
     assert len(set(queued)) == len(queued)
 
 
 def test_few_characters_of_prompts_wait(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
     observed, compared = rag.modules.observed, list[str]()
+    observer = observed._observer
     texts = [f"{number}. {passage(number, 5)}" for number in range(9)]
-    monkeypatch.setattr(module, "MOST_CHARACTERS", sum(map(len, texts[5:])))
-    monkeypatch.setattr(observed, "_background", SimpleNamespace(submit=lambda _: None))
-    monkeypatch.setattr(observed, "_recurrences", SimpleNamespace(observe=compared.append))
+    monkeypatch.setattr(prompt_observer, "MOST_CHARACTERS", sum(map(len, texts[5:])))
+    monkeypatch.setattr(observer, "_background", SimpleNamespace(submit=lambda _: None))
+    monkeypatch.setattr(observer, "_recurrences", SimpleNamespace(observe=compared.append))
     for text in texts:
         observed.find(text, [], ROOTED)
-    monkeypatch.setattr(observed._recurrences, "observe", lambda text: compared.append(text) or [])
-    observed._compare()
+    monkeypatch.setattr(observer._recurrences, "observe", lambda text: compared.append(text) or [])
+    observer._compare()
     assert compared == texts[5:]
 
 
