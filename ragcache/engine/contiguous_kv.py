@@ -39,7 +39,7 @@ class KVSpan:
 
 
 class ContiguousKV:
-    """Contiguous memory [L, Hkv, capacity, D] for a request's own tokens, filled step by step.
+    """Contiguous memory [L, Hkv, capacity, D] for the tokens of a text, filled step by step.
 
     `positions` lists the positions of the filled tokens; finished states are converted to
     `states_dtype`.

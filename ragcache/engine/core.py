@@ -58,7 +58,7 @@ from ragcache.errors import EngineFailed, TextFailed, UnusableLogits
 Clock = Callable[[], float]
 
 SCORED_ROWS = 256
-"""Prompt tokens of a step that are scored. Each takes logits of the whole vocabulary: 256 of them
+"""Most prompt tokens that a step scores. Each takes logits of the whole vocabulary: 256 of them
 take 155 MB in float32 for a vocabulary of 151,936."""
 
 
@@ -261,7 +261,7 @@ class EngineCore:
         return self._launched
 
     def _forget_decoding(self) -> None:
-        """Empty the decode batch, whose sequences then run as others do, or not at all."""
+        """Empty the decode batch. Its sequences are then planned as any others."""
         if self._decoding.rows:
             self._decoding = DecodeBatch()
 
@@ -330,7 +330,7 @@ class EngineCore:
         return logits, timestamps
 
     def _plan(self, now: float) -> list[ScheduledWork]:
-        """Plan the next step, all tokens being known; preempt and admit requests."""
+        """Plan the next step from known tokens; preempt and admit requests."""
         requests = self._requests
         decoding = sum(each.generated > 0 for each in requests.running)
         output = schedule(

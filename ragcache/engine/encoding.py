@@ -20,8 +20,8 @@ from ragcache.states import Arrival, KVStates
 class EncodeJob:
     """A module to encode.
 
-    Without a root this is Prompt Cache's independent encoding (§3.3). With one, the attention sink
-    and the instructions are where the model expects them.
+    Without a root it is encoded independently, as in Prompt Cache (§3.3). With a root, the
+    attention sink and the instructions are where the model expects them.
     """
 
     token_ids: Sequence[int]
@@ -63,7 +63,7 @@ class Encoding:
         if isinstance(self.kv, EncodedKV) and root is not None:
             self.kv.root = (root,)
         self.nbytes = job.computed_bytes(model)
-        self._steps = 0  # under way
+        self._steps = 0  # launched, and not computed yet
 
     @property
     def pending(self) -> int:

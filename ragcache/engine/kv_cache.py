@@ -63,7 +63,7 @@ class BlockPool:
         self.num_blocks = keys.shape[2] // block_size
         self.peak_count = 0  # the most blocks that were allocated at once
         self._free = _FreeRuns(self.num_blocks)
-        # free ones behind a block in use, which its sequence may continue into: see `ahead`
+        # free blocks reserved behind a block in use, by that block: see `ahead`
         self._kept: dict[int, range] = {}
         self._kept_count = 0
 
@@ -477,7 +477,7 @@ class RadixCache:
         return node.block_id
 
     def _remove(self, node: RadixNode) -> None:
-        """Find a node no more, unless it was disowned already."""
+        """Remove a node from the index, unless it was disowned already."""
         if self._nodes.get(node.key) is not node:
             return
         del self._nodes[node.key]

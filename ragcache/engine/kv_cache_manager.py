@@ -21,8 +21,7 @@ SNAPSHOTS_PER_SEQUENCE = 4
 """Snapshots of recurrent states that are kept for each running sequence, if memory allows."""
 
 SPARE_SLOTS = 8
-"""Slots of recurrent states beside these and one for each running sequence, whose states behind a
-block are taken before an older snapshot is dropped."""
+"""Spare slots of recurrent states: a new snapshot is taken before an older one is dropped."""
 
 
 class KVCacheManager:

@@ -23,10 +23,10 @@ SLIGHT: Final = 0.0001
 
 
 MOST_ANSWERS: Final = 32
-"""Answers that wait for a step of a question."""
+"""Most answers that wait for a step of questions alone."""
 
 MOST_NEW_TOKENS: Final = 128
-"""New tokens of questions that have a step of their own."""
+"""Most new tokens of questions that have a step of their own."""
 
 PAUSE: Final = 0.01
 """Fewest seconds between two such steps, in which answers go on."""
@@ -95,7 +95,7 @@ class LaunchTimer:
         self._launches[prompts].append(seconds)
 
     def observe_step(self, seconds: float) -> None:
-        """Take the time of a step into account in which answers alone went on."""
+        """Take into account the time of a step in which answers alone went on."""
         self._steps.append(seconds)
 
     def forget_steps(self) -> None:

@@ -31,7 +31,7 @@ AnswerChannel = RequestChannel[TokenDelta, RequestOutput]
 class RequestQueue:
     """Sequences that wait or run: how they enter, make room for others, and leave.
 
-    A sequence that runs has blocks. Both lists are in the order of arrival and priority.
+    A sequence that runs has blocks. Both lists are sorted by seniority, oldest first.
 
     Args:
         kv_manager: Blocks of the sequences.
@@ -92,8 +92,8 @@ class RequestQueue:
         return admitted
 
     def fork_sequence(self, leader: Sequence) -> None:
-        """Add the other answers of a request whose prompt has just been computed. As many as there
-        is room for run at once."""
+        """Add the other answers of a request whose prompt has just been computed. They run at once
+        while there is room, and wait otherwise."""
         leader.forks = False
         for index in range(1, leader.request.n):
             sequence = self._new_sequence(leader.group, index)

@@ -88,7 +88,7 @@ class RecurrentTable(BlockTable):
         self._documents, self._keeps_list = documents, keeps_list
         self.composed: RecurrentSnapshot | None = None
         self.states, self.taken = states, dict[int, RecurrentSnapshot]()
-        self.last_node: RadixNode | None = None  # of the answer, that the last states went to
+        self.last_node: RadixNode | None = None  # block of the answer with the last snapshot
         self.every_block_from = every_block_from
         self._stops = stops
         self._launched: list[tuple[int, RecurrentSnapshot]] = []
@@ -119,7 +119,8 @@ class RecurrentTable(BlockTable):
         return self.states, after
 
     def tokens_before_documents(self) -> int | None:
-        """Number of tokens before the next documents that stand behind a further token."""
+        """Number of tokens before the next documents, or None if none follow. Documents right
+        behind the filled tokens do not count."""
         return min(
             (t - self.length for t in self._documents.before if t > self.length), default=None
         )
@@ -159,7 +160,7 @@ class RecurrentTable(BlockTable):
 
 
 SEEN_LISTS = 4096
-"""Lists of documents of which is known that they began a prompt."""
+"""Most lists of documents that are remembered because they began a prompt."""
 
 
 @dataclass(frozen=True, slots=True)

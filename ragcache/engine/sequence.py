@@ -173,8 +173,8 @@ class Sequence:
 
     @property
     def draftable(self) -> bool:
-        """Whether what may come next depends on the tokens of a draft alone, and not on what is
-        computed from them one by one."""
+        """Whether one step can check several next tokens. Constraints and penalties change with
+        each token, which then needs a step of its own."""
         request = self.request
         plain = self.constraint is None and not request.sampling.penalized
         return plain and self.generated >= max(1, request.min_tokens)

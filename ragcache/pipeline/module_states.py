@@ -37,7 +37,7 @@ Encode = Callable[[Sequence[EncodeJob]], Iterable[KVStates]]
 """Encodes one job or more, and returns their states in order (`LLMEngine.encode`)."""
 
 MOST_KEYS = 2048
-"""Modules whose keys an encoder remembers, because hashing their tokens takes longer."""
+"""Most modules whose keys an encoder remembers, because hashing their tokens takes longer."""
 
 PORTION = 8
 """Modules that are leased at once while they are encoded. Limits the load on the host tier."""
@@ -67,8 +67,8 @@ oldest meters in March and to send readings by post no longer. Costs are estimat
 crowns.
 
 """
-"""The built-in priming text: documents of no importance, which modules in later places of a prompt
-see when they are encoded. A change makes other keys (docs/internals/adr, 67).
+"""The built-in priming text: documents of no importance. Modules in later places of a prompt see it
+when they are encoded. A change of it changes their keys (docs/internals/adr, 67).
 """
 
 
@@ -424,7 +424,7 @@ class ModuleEncoder(StateEncoder):
     ) -> Sequence[int | None]:
         """Return the positions at which the modules are encoded.
 
-        States that can move have none of their own, others are encoded at their place in the
+        Movable states have no position of their own. Others are encoded at their place in the
         prompt.
         """
         if self.model.causal.scheme.movable:
