@@ -14,6 +14,7 @@ seeing the other questions. It reads a context in one of four ways (`Mode`):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,15 +23,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model import Reader, Shape
+
 Mode = Literal["exact", "order", "both", "alone"]
 CHUNK, BLOCK = 128, 16
 """Tokens that are computed at once, and in one block of their system of equations."""
 
 
-def config_of(vocabulary: int = 16384, hidden: int = 320, layers: int = 8, heads: int = 4) -> Any:
-    """Three layers of Gated DeltaNet for one of attention, as in Qwen3.5. Positions as the reader's."""
+def config_of(
+    vocabulary: int = 16384, hidden: int = 320, layers: int = 8, heads: int = 4,
+    attention: Sequence[int] | None = None,
+) -> Any:  # fmt: skip
+    """Three layers of Gated DeltaNet for one of attention, as in Qwen3.5, or attention in the layers of
+    these numbers. Positions as the reader's."""
     from transformers import Qwen3_5TextConfig
 
+    kinds = {True: "full_attention", False: "linear_attention"}
     turning = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     return Qwen3_5TextConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=hidden * 11 // 4,
@@ -38,6 +46,7 @@ def config_of(vocabulary: int = 16384, hidden: int = 320, layers: int = 8, heads
         linear_num_key_heads=heads, linear_num_value_heads=heads, linear_key_head_dim=64,
         linear_value_head_dim=64, max_position_embeddings=4096, tie_word_embeddings=True,
         pad_token_id=0, bos_token_id=None, eos_token_id=3, rope_parameters=turning,
+        layer_types=None if attention is None else [kinds[each in attention] for each in range(layers)],
     )  # fmt: skip
 
 
@@ -57,18 +66,24 @@ def new_model(config: Any, seed: int) -> Any:
 
 
 @torch.no_grad()
-def model_of_reader(folder: Path, seed: int) -> Any:
+def model_of_reader(folder: Path, text: Tensor, seed: int, attention: Sequence[int] | None = None) -> Any:
     """A model that begins with the weights of a trained reader: its embeddings, norms and MLPs, and in
     every mixer its projections of queries, keys, values and outputs. Gates, convolutions, decays and
     steps are new, so that a reader of attention alone becomes a hybrid within minutes (Wang et al.,
-    2024, arXiv 2408.15237, begin alike)."""
+    2024, arXiv 2408.15237, begin alike).
+
+    Qwen3.5 scales each query and key to one length, as the reader does not. That length is the mean
+    one of the reader's over a text [T]: with the length of new norms the attention is too weak to
+    find anything."""
     from ragcache.models.reader import read_reader
 
     reader, _ = read_reader(folder)
     given, size = {name: w.float() for name, w in reader.state_dict().items()}, reader.config
+    lengths = _lengths(given, text)
     heads, width = size.num_attention_heads, size.head_dim
     assert (size.num_key_value_heads, width, 4 * size.intermediate_size) == (2, 64, 11 * size.hidden_size)
-    model = new_model(config_of(size.vocab_size, size.hidden_size, size.num_hidden_layers, heads), seed)
+    layers = size.num_hidden_layers
+    model = new_model(config_of(size.vocab_size, size.hidden_size, layers, heads, attention), seed)
     model.model.embed_tokens.weight.copy_(given["model.embed_tokens.weight"])
     model.model.norm.weight.copy_(given["model.norm.weight"] - 1)  # Qwen's factors are 1 + weight
     for number, layer in enumerate(model.model.layers):
@@ -79,14 +94,16 @@ def model_of_reader(folder: Path, seed: int) -> Any:
             getattr(layer, name).weight.copy_(own[f"{name}.weight"] - 1)
         query, key, value, out = (own[f"self_attn.{name}_proj.weight"] for name in "qkvo")
         if hasattr(layer, "self_attn"):
-            attention = layer.self_attn
+            mixer = layer.self_attn
             gates = torch.zeros_like(query).unflatten(0, (heads, width))  # of one half
-            attention.q_proj.weight.copy_(
+            mixer.q_proj.weight.copy_(
                 torch.cat([query.unflatten(0, (heads, width)), gates], 1).flatten(0, 1)
             )
-            attention.k_proj.weight.copy_(key)
-            attention.v_proj.weight.copy_(value)
-            attention.o_proj.weight.copy_(2 * out)
+            mixer.k_proj.weight.copy_(key)
+            mixer.v_proj.weight.copy_(value)
+            mixer.o_proj.weight.copy_(2 * out)
+            for norm, name in ((mixer.q_norm, "q_proj"), (mixer.k_norm, "k_proj")):
+                norm.weight.fill_(lengths[f"layers.{number}.self_attn.{name}"] - 1)
         else:
             mixer = layer.linear_attn
             each = [x.unflatten(0, (2, width)).repeat_interleave(heads // 2, 0) for x in (key, value)]
@@ -94,6 +111,21 @@ def model_of_reader(folder: Path, seed: int) -> Any:
             mixer.conv1d.weight[..., -1] = 1.0
             mixer.out_proj.weight.copy_(out)
     return model
+
+
+def _lengths(weights: dict[str, Tensor], text: Tensor) -> dict[str, float]:
+    """The root mean square of a reader's queries and keys over a text [T], by projection."""
+    reader, found = Reader(Shape()), dict[str, float]()
+    reader.load_state_dict({n.removeprefix("model."): w for n, w in weights.items() if n != "lm_head.weight"})
+
+    def note(name: str) -> Any:
+        return lambda module, inputs, out: found.update({name: float(out.square().mean().sqrt())})
+
+    for name, module in reader.named_modules():
+        if name.endswith(("q_proj", "k_proj")):
+            module.register_forward_hook(note(name))
+    reader(text[None], torch.arange(len(text))[None])
+    return found
 
 
 @dataclass(frozen=True)
@@ -314,6 +346,7 @@ def _mixed(
 
 
 @torch.autocast("cuda", enabled=False)
+@torch.autocast("cpu", enabled=False)
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, step: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:

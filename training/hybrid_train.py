@@ -1,4 +1,4 @@
-"""Trains the hybrid toy on one GPU, and measures what composition costs it.
+"""Trains the hybrid toy on one GPU, or slowly on a CPU, and measures what composition costs it.
 
     python3 training/hybrid_train.py --contexts training/build/hybrid --out training/build/hybrid-exact \\
         --composed 0 --minutes 5
@@ -48,9 +48,11 @@ class Batch:
 
     @classmethod
     def of(cls, arrays: dict[str, np.ndarray], preamble: Tensor) -> Batch:
-        on_device = {
-            name: torch.from_numpy(rows.astype(np.int64)).to(DEVICE) for name, rows in arrays.items()
-        }
+        used = int((arrays["asked"] >= 0).any(0).sum()), int((arrays["kinds"] > 0).any((0, 1)).sum())
+        rows = {name: torch.from_numpy(each.astype(np.int64)) for name, each in arrays.items()}
+        on_device = {"modules": rows["modules"].to(DEVICE), "asked": rows["asked"][:, : used[0]].to(DEVICE)}
+        for name in ("questions", "kinds"):  # without columns of padding alone
+            on_device[name] = rows[name][:, : used[0], : used[1]].to(DEVICE)
         tokens = Pieces(preamble, on_device["modules"], on_device["questions"])
         return cls(tokens, on_device["kinds"], on_device["asked"])
 
@@ -173,18 +175,25 @@ def evaluation_arrays(file: Path) -> dict[str, dict[str, np.ndarray]]:
     return dict(sets)
 
 
+def initial_model(arguments: argparse.Namespace, vocabulary: int, preamble: Tensor) -> Any:
+    """Of random weights, or with the weights of a reader."""
+    attention = arguments.attention_layers
+    if arguments.start_from is None:
+        config = config_of(vocabulary, arguments.hidden, arguments.layers, attention=attention)
+        return new_model(config, arguments.seed)
+    with np.load(min(arguments.contexts.glob("training-*.npz"))) as rows:
+        modules = torch.from_numpy(rows["modules"][:8].astype(np.int64)).flatten()
+    text = torch.cat([preamble[0], modules])
+    return model_of_reader(arguments.start_from, text, arguments.seed, attention)
+
+
 def train(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("highest")  # the rule's products cancel
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
     preamble = torch.tensor([tokenizer.encode(PREAMBLE).ids], device=DEVICE)
-    config = config_of(tokenizer.get_vocab_size(), arguments.hidden, arguments.layers)
-    if arguments.start_from is None:
-        model = new_model(config, arguments.seed)
-    else:
-        model = model_of_reader(arguments.start_from, arguments.seed)
-    model = model.float().to(DEVICE)
-    steppers = make_optimizers(model, arguments.lr, "muon")
+    model = initial_model(arguments, tokenizer.get_vocab_size(), preamble.cpu()).float().to(DEVICE)
+    steppers = make_optimizers(model, arguments.lr, arguments.optimizer)
     rng, clock = random.Random(arguments.seed), Clock(arguments.minutes, arguments.steps)
     log, tokens = (arguments.out / "log.jsonl").open("a"), 0
     batches = training_batches(arguments.contexts, arguments.batch_tokens, preamble, arguments.seed)
@@ -209,7 +218,11 @@ def train(arguments: argparse.Namespace) -> None:
                 log.write(json.dumps(row) + "\n")
             if run.over:
                 break
-    rows = evaluate(model, evaluation_arrays(arguments.contexts / "evaluation.npz"), preamble)
+    sets = {
+        name: {key: rows[: arguments.evaluated] for key, rows in each.items()}
+        for name, each in evaluation_arrays(arguments.contexts / "evaluation.npz").items()
+    }
+    rows = evaluate(model, sets, preamble) if arguments.evaluated else []
     document = {
         "parameters": sum(each.numel() for each in model.parameters()), "tokens": tokens,
         "steps": clock.step, "seconds": clock.seconds, "composed": arguments.composed, "rows": rows,
@@ -230,6 +243,9 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=0, help="stop after so many, whatever the time")
     parser.add_argument("--hidden", type=int, default=320)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--attention-layers", type=int, nargs="+", help="every fourth by default")
+    parser.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
+    parser.add_argument("--evaluated", type=int, default=96, help="contexts of each set, 0 to 96")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--batch-tokens", type=int, default=2**16)
     parser.add_argument("--save-every", type=float, default=1.0, help="minutes")
