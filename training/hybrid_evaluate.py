@@ -20,7 +20,7 @@ import json
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -72,11 +72,10 @@ def questions_of(contexts: Arrays, number: int) -> list[Asked]:
     ]
 
 
-def segments_of(engine: LLMEngine, root: KVStates, modules: np.ndarray, way: Mode) -> list[Segment]:
-    """The states of a context's modules [K, M], behind the preamble's."""
+def segments_of(engine: LLMEngine, root: KVStates, modules: Sequence[np.ndarray]) -> list[Segment]:
+    """The states of modules, each read behind the preamble, in a row."""
     before = Segment(root, 0, "root")
-    rows = [modules.flatten()] if way == "exact" else list(modules)
-    jobs = [EncodeJob(row.tolist(), root.length, before) for row in rows]
+    jobs = [EncodeJob(module.tolist(), root.length, before) for module in modules]
     segments, at = [before], root.length
     for states in engine.encode(jobs):
         segments.append(Segment(states, at))
@@ -102,10 +101,10 @@ def marks_of(engine: LLMEngine, root: KVStates, contexts: Arrays, number: int) -
     """Whether each answer of a context is right, and its divergence from `exact`, by way."""
     asked = questions_of(contexts, number)
     modules = contexts["modules"][number]
+    whole, apart = (segments_of(engine, root, each) for each in ([modules.flatten()], modules))
     found: dict[Mode, list[Scores]] = {}
     for way in WAYS if len(modules) > 1 else WAYS[:2]:
-        composed = segments_of(engine, root, modules, way)
-        found[way] = scores(engine, composed, asked, way)
+        found[way] = scores(engine, whole if way == "exact" else apart, asked, way)
         for each, exact, own in zip(asked, found["exact"], found[way], strict=True):
             right = all(token.alternatives[0][0] == token.token for token in own)
             yield {"context": number, "module": each.module, "way": way,
@@ -158,7 +157,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(DEVICE).eval()
     preamble = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json")).encode(PREAMBLE).ids
     sets = evaluation_arrays(arguments.contexts / "evaluation.npz")
-    chosen = {name: each for name, each in sets.items() if name.rpartition("-")[0] in (arguments.sets or [name.rpartition("-")[0]])}
+    wanted = arguments.sets or [name.rpartition("-")[0] for name in sets]
+    chosen = {name: each for name, each in sets.items() if name.rpartition("-")[0] in wanted}
     document: dict[str, Any] = {
         "model": arguments.model.name, "parameters": sum(each.numel() for each in model.parameters()),
         "layers": model.config.layer_types, "device": str(DEVICE), "machine": platform.machine(),
