@@ -152,26 +152,35 @@ def rows_of(engine: LLMEngine, root: KVStates, sets: dict[str, Arrays], count: i
             yield {"set": source, "modules": number, **row}
 
 
-def main() -> None:
-    arguments = arguments_of()
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(DEVICE).eval()
-    preamble = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json")).encode(PREAMBLE).ids
-    sets = evaluation_arrays(arguments.contexts / "evaluation.npz")
-    wanted = arguments.sets or [name.rpartition("-")[0] for name in sets]
-    chosen = {name: each for name, each in sets.items() if name.rpartition("-")[0] in wanted}
+def evaluated(folder: Path, preamble: list[int], sets: dict[str, Arrays], count: int) -> Iterator[dict[str, Any]]:
+    """What is known of a model so far, after each of its rows."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
     document: dict[str, Any] = {
-        "model": arguments.model.name, "parameters": sum(each.numel() for each in model.parameters()),
+        "model": folder.name, "parameters": sum(each.numel() for each in model.parameters()),
         "layers": model.config.layer_types, "device": str(DEVICE), "machine": platform.machine(),
         "threads": torch.get_num_threads(), "date": time.strftime("%Y-%m-%d"), "rows": [],
     }  # fmt: skip
     config = EngineConfig.for_device(DEVICE, pool_bytes=2**30, running=48)
     with LLMEngine(wrap_causal(model), config) as engine:
         [root] = engine.encode([EncodeJob(preamble)])
-        for row in rows_of(engine, root, chosen, arguments.count):
+        for row in rows_of(engine, root, sets, count):
             document["rows"].append(_rounded(row))
-            print(json.dumps(_rounded(row)), flush=True)
+            yield document
+
+
+def main() -> None:
+    arguments = arguments_of()
+    preamble = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json")).encode(PREAMBLE).ids
+    sets = evaluation_arrays(arguments.contexts / "evaluation.npz")
+    wanted = arguments.sets or [name.rpartition("-")[0] for name in sets]
+    chosen = {name: each for name, each in sets.items() if name.rpartition("-")[0] in wanted}
+    documents: dict[str, Any] = {}
+    for folder in arguments.model:
+        for document in evaluated(folder, preamble, chosen, arguments.count):
+            documents[folder.name] = document
+            print(folder.name, json.dumps(document["rows"][-1]), flush=True)
             if arguments.json is not None:
-                arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+                arguments.json.write_text(json.dumps([*documents.values()], indent=1) + "\n")
 
 
 def _rounded(value: Any) -> Any:
@@ -183,7 +192,7 @@ def _rounded(value: Any) -> Any:
 def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", type=Path, required=True, help="folder of hybrid_samples.py")
-    parser.add_argument("--model", type=Path, required=True, help="folder of hybrid_train.py")
+    parser.add_argument("--model", type=Path, nargs="+", required=True, help="folders of hybrid_train.py")
     parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parent.parent / "ragcache" / "reader")
     parser.add_argument("--sets", nargs="+", help="some of the sets, such as held_out")
     parser.add_argument("--count", type=int, default=24, help="contexts of each set, at most")

@@ -48,7 +48,7 @@ class Batch:
 
     @classmethod
     def of(cls, arrays: dict[str, np.ndarray], preamble: Tensor) -> Batch:
-        used = int((arrays["asked"] >= 0).any(0).sum()), int((arrays["kinds"] > 0).any((0, 1)).sum())
+        used = (arrays["asked"] >= 0).any(0).sum(), (arrays["kinds"] > 0).any((0, 1)).sum()
         rows = {name: torch.from_numpy(each.astype(np.int64)) for name, each in arrays.items()}
         on_device = {"modules": rows["modules"].to(DEVICE), "asked": rows["asked"][:, : used[0]].to(DEVICE)}
         for name in ("questions", "kinds"):  # without columns of padding alone
@@ -82,7 +82,7 @@ def training_batches(folder: Path, tokens: int, preamble: Tensor, seed: int) -> 
         for shard in rng.sample(fresh, min(len(fresh), 6)):
             read.add(shard)
             with np.load(shard) as rows:
-                parts += split(dict(rows), tokens)
+                parts += (part for part in split(dict(rows), tokens) if (part["asked"] >= 0).any())
         rng.shuffle(parts)
         for part in parts:
             yield Batch.of(part, preamble)

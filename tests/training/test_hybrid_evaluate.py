@@ -4,6 +4,7 @@ reader's attention stays what it was."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hybrid_evaluate import WAYS, marks_of, summary
 from hybrid_model import Pieces, config_of, forward, model_of_reader, new_model
+from hybrid_train import training_batches
 from model import Reader, Shape
 from tokenizers import Tokenizer
 
@@ -108,3 +110,16 @@ def test_attention_of_the_reader_stays_what_it_was() -> None:
     made = model_of_reader(READER, text, 0, attention=range(8)).float()
     found = made(text[None], use_cache=False).logits[0].argmax(-1)
     assert (found == expected).float().mean() > 0.6
+
+
+def test_contexts_without_questions_are_not_trained_on(tmp_path: Path) -> None:
+    np.savez(
+        tmp_path / "training-1-00000.npz",
+        modules=np.full((2, 1, 4), 7),
+        questions=np.array([[[5, 6, 0], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]]),
+        kinds=np.array([[[2, 3, 0], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]]),
+        asked=np.array([[0, -1], [-1, -1]]),
+    )
+    batches = training_batches(tmp_path, 1, torch.tensor([PREAMBLE]), 0)
+    for batch in islice(batches, 3):
+        assert batch.tokens.questions.tolist() == [[[5, 6]]]
