@@ -153,7 +153,7 @@ def rows_of(engine: LLMEngine, root: KVStates, sets: dict[str, Arrays], count: i
 
 
 def evaluated(folder: Path, preamble: list[int], sets: dict[str, Arrays], count: int) -> Iterator[dict[str, Any]]:
-    """What is known of a model so far, after each of its rows."""
+    """The document of a model, again after each of its rows."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
     document: dict[str, Any] = {
         "model": folder.name, "parameters": sum(each.numel() for each in model.parameters()),

@@ -176,7 +176,7 @@ def evaluation_arrays(file: Path) -> dict[str, dict[str, np.ndarray]]:
 
 
 def initial_model(arguments: argparse.Namespace, vocabulary: int, preamble: Tensor) -> Any:
-    """Of random weights, or with the weights of a reader."""
+    """A model of random weights, or one with the weights of a reader."""
     attention = arguments.attention_layers
     if arguments.start_from is None:
         config = config_of(vocabulary, arguments.hidden, arguments.layers, attention=attention)
