@@ -24,7 +24,6 @@ from ragcache.attention.triton.recurrent_launch import (
     RecurrentKernels,
     SlotPool,
     StateSlot,
-    StateTables,
 )
 from ragcache.attention.triton.tables import AttentionTables
 from ragcache.engine.batch import ScheduledChunk, await_segments
@@ -51,7 +50,6 @@ class _HybridStep(StepAttention):
     """The operators of a step whose model has recurrent layers (`RecurrentStep`)."""
 
     recurrent: RecurrentKernels | None = None
-    states: StateTables | None = None
     chains: int = 0
 
     def convolve(
@@ -59,8 +57,7 @@ class _HybridStep(StepAttention):
     ) -> Tensor:
         """See `RecurrentStep.convolve`."""
         assert self.recurrent is not None
-        assert self.states is not None
-        return self.recurrent.convolve(self.states, layer, inputs, weight, bias, silu=silu)
+        return self.recurrent.convolve(self.tables.views, layer, inputs, weight, bias, silu=silu)
 
     def recur(
         self,
@@ -76,9 +73,8 @@ class _HybridStep(StepAttention):
     ) -> Tensor:
         """See `RecurrentStep.recur`."""
         assert self.recurrent is not None
-        assert self.states is not None
         inputs = query, key, value, decay, step
-        states = self.states, self.kind, self.chains
+        states = self.tables.views, self.kind, self.chains
         return self.recurrent.recur(*states, layer, *inputs, delta=delta, scale=scale)
 
 
@@ -100,8 +96,6 @@ class HybridDeviceRunner(DeviceModelRunner):
     def __init__(self, model: CausalLM, **options: Any) -> None:
         assert isinstance(model, HybridLM)
         super().__init__(model, **options)
-        self._state_tables = StateTables(self._tables.capacity.rows, self.device)
-        self._eager_states = StateTables(self._eager_tables.capacity.rows, self.device)
         self._slots: SlotPool | None = None
         self._composer: Composer | None = None
         self._decoding = DecodeBatch()
@@ -160,18 +154,8 @@ class HybridDeviceRunner(DeviceModelRunner):
     def _compute(self, kind: StepKind, tables: AttentionTables, rows: int, logits: int) -> Tensor:
         """See `DeviceModelRunner._compute`."""
         step, most = self._step, rows if kind == "decode" else min(rows, MOST_CHAINS)
-        step.states = self._states_of(tables)
         step.chains = most if self._chains is None else self._chains
         return super()._compute(kind, tables, rows, logits)
-
-    def _states_of(self, tables: AttentionTables) -> StateTables:
-        """The tables of states beside the tables of a step."""
-        if tables is self._tables:
-            return self._state_tables
-        if self._eager_states.rows < tables.capacity.rows:
-            self._finish_steps()
-            self._eager_states = StateTables(tables.capacity.rows, self.device)
-        return self._eager_states
 
     def _open(self, chunks: Sequence[ScheduledChunk]) -> list[_OpenedText]:
         """Compose the documents before chunks, whose rows follow the decode batch."""
@@ -184,7 +168,7 @@ class HybridDeviceRunner(DeviceModelRunner):
         return opened
 
     def _place_states(self, launch: DeviceLaunch) -> None:
-        """Take slots for the states behind the rows, and upload the tables."""
+        """Take slots for the states behind the rows, and lay them out for the upload."""
         chains, keep = list[tuple[int, int, int]](), list[tuple[int, int]]()
         for row, table in enumerate(self._decoding.tables):
             assert isinstance(table, RecurrentTable)
@@ -198,7 +182,7 @@ class HybridDeviceRunner(DeviceModelRunner):
         self._held = self._texts
         self._chains = None if launch.bucket is not None else len(chains)
         rows = chains[-1][1] if chains else 0
-        self._states_of(launch.tables).upload(chains, keep, rows)
+        launch.tables.set_chains(chains, keep, rows)
 
     def _take(self, snapshot: RecurrentSnapshot) -> StateSlot:
         """Give a snapshot a slot."""

@@ -1,5 +1,4 @@
-"""Slots for the states of recurrent layers on a GPU, the tables of a step over them, and the launch
-of the kernels."""
+"""Slots for the states of recurrent layers on a GPU, and the launch of the kernels over them."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -18,16 +16,8 @@ from ragcache.attention.triton.recurrent_kernels import (
     convolve_kernel,
     recur_kernel,
 )
-from ragcache.attention.triton.tables import (
-    LINE_BYTES,
-    LINE_WORDS,
-    TableMemory,
-    place_sections,
-)
+from ragcache.attention.triton.tables import TableViews
 from ragcache.states.recurrent import LayerState, RecurrentStates
-
-CHAIN_WIDTH: Final = 4
-"""Fields of a chain (`recurrent_kernels`)."""
 
 COMPOSE_WARPS: Final = 4
 """Warps of a program of the composition."""
@@ -116,61 +106,6 @@ class SlotPool:
         torch._foreach_copy_(target, source)
 
 
-class StateTables:
-    """The tables of one step over slots, at fixed addresses of a device.
-
-    Attributes:
-        chain: Chains, int32 [rows, 4] on the device.
-        row_chain: Chain of each row, int32 [rows].
-        keep: StateSlot for the state behind each row, int32 [rows].
-    """
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.rows = rows
-        sections = [
-            ("chain", (rows, CHAIN_WIDTH), False),
-            ("row_chain", (rows,), False),
-            ("keep", (rows,), False),
-        ]
-        self._memory = TableMemory(place_sections(sections), device)
-        views = self._memory.views()
-        self.chain, self.row_chain, self.keep = (views[name] for name, _, _ in sections)
-        self.row_chain.fill_(-1)
-        self.keep.fill_(-1)
-        self._filled = 0
-
-    def upload(
-        self, chains: Sequence[tuple[int, int, int]], keep: Sequence[tuple[int, int]], rows: int
-    ) -> None:
-        """Queue the upload of a step.
-
-        Args:
-            chains: First row, row behind the last, and slot before (-1: none), in order of rows
-                and without gaps between them.
-            keep: Rows, and the slots for the states behind them.
-            rows: Number of rows.
-        """
-        host = self._memory.open_host()
-        # whole lines are copied, so that the rows behind the last one are padding, too
-        filled = min(self.rows, -(-max(rows, self._filled) // LINE_WORDS) * LINE_WORDS)
-        host["chain"][:filled] = 0
-        host["row_chain"][:filled] = host["keep"][:filled] = -1
-        if chains:
-            placed = np.array(chains, dtype=np.int32)
-            host["chain"][: len(placed), :3] = placed
-            owners = np.arange(len(placed)).repeat(placed[:, 1] - placed[:, 0])
-            first = int(placed[0, 0])
-            host["row_chain"][first : first + len(owners)] = owners
-        if keep:
-            at, slots = np.array(keep, dtype=np.int32).T
-            host["keep"][at] = slots
-        self._memory.lines[:] = [
-            -(-each.nbytes * filled // (self.rows * LINE_BYTES)) for each in self._memory.sections
-        ]
-        self._memory.upload()
-        self._filled = rows
-
-
 class RecurrentKernels:
     """Launches the kernels of one model's recurrent layers over the slots of a pool."""
 
@@ -179,7 +114,7 @@ class RecurrentKernels:
 
     def convolve(
         self,
-        tables: StateTables,
+        tables: TableViews,
         layer: int,
         inputs: Tensor,
         weight: Tensor,
@@ -218,7 +153,7 @@ class RecurrentKernels:
 
     def recur(
         self,
-        tables: StateTables,
+        tables: TableViews,
         kind: StepKind,
         chains: int,
         layer: int,

@@ -42,8 +42,11 @@ UPLOAD_LINES: Final = 32
 COUNTS: Final = 16
 """Numbers of the first section."""
 
-STEP_SECTIONS: Final = 7
-"""Number of sections of `StepArrays`, which come last."""
+CHAIN_SECTIONS, STEP_SECTIONS = 3, 7
+"""Number of sections of recurrent layers, and of sections of `StepArrays`, which come last."""
+
+CHAIN_WIDTH: Final = 4
+"""Fields of a chain (`recurrent_kernels`)."""
 
 _ADDRESSES: Final = ((1, "bases", 2 * BASE_WIDTH), (2, "scales", 2 * SCALES_WIDTH))
 """Sections whose rows begin with two addresses: their numbers, names and words of a row."""
@@ -64,6 +67,7 @@ class TableViews:
         sees the tokens of its item that are below entry_limit.
     row_ptr [rows + 1], row_entries [entries]: row t has entries row_entries[row_ptr[t] :
         row_ptr[t + 1]]. Rows of padding have none.
+    chain [rows, 4], row_chain, keep [rows]: of recurrent layers, see `recurrent_kernels`.
     position_ids, token_ids [rows], int64: of the new tokens. logit_rows [rows], int64: the rows
         whose logits are wanted.
     write_base, write_slot [rows]: where keys and values of the new tokens go; slot -1: nowhere.
@@ -83,6 +87,9 @@ class TableViews:
     entry_origin: Tensor
     row_ptr: Tensor
     row_entries: Tensor
+    chain: Tensor
+    row_chain: Tensor
+    keep: Tensor
     position_ids: Tensor
     token_ids: Tensor
     logit_rows: Tensor
@@ -141,6 +148,9 @@ class AttentionTables:
         self.step.write_slot[:] = -1
         self.step.tail_length[:] = -1
         self._rows = self._uploaded_rows = capacity.rows
+        self.views.row_chain.fill_(-1)
+        self.views.keep.fill_(-1)
+        self._chained_rows = 0
 
     def set_plan(self, plan: AttentionPlan) -> None:
         """Lay out a plan for the next upload. Rows beyond its own get no entries."""
@@ -158,7 +168,38 @@ class AttentionTables:
         scales = 2 * SCALES_WIDTH * bases if plan.quantized_items else 0  # else nothing reads them
         wide = COUNTS, 2 * BASE_WIDTH * bases, scales, ITEM_WIDTH * items
         words = (*wide, *[entries] * 5, len(row_ptr))  # four fields of entries, row_entries
-        lines[:-STEP_SECTIONS] = [-(-count // LINE_WORDS) for count in words]
+        lines[: len(words)] = [-(-count // LINE_WORDS) for count in words]
+
+    def set_chains(
+        self, chains: Sequence[tuple[int, int, int]], keep: Sequence[tuple[int, int]], rows: int
+    ) -> None:
+        """Lay out the recurrent states of a step for the next upload.
+
+        Args:
+            chains: First row, row behind the last, and slot before (-1: none), in order of rows
+                and without gaps between them.
+            keep: Rows, and the slots for the states behind them.
+            rows: Number of rows.
+        """
+        host, most = self._memory.open_host(), self.capacity.rows
+        # whole lines are copied, so that the rows behind the last one are padding, too
+        filled = min(most, -(-max(rows, self._chained_rows) // LINE_WORDS) * LINE_WORDS)
+        host["chain"][:filled] = 0
+        host["row_chain"][:filled] = host["keep"][:filled] = -1
+        if chains:
+            placed = np.array(chains, dtype=np.int32)
+            host["chain"][: len(placed), :3] = placed
+            owners = np.arange(len(placed)).repeat(placed[:, 1] - placed[:, 0])
+            first = int(placed[0, 0])
+            host["row_chain"][first : first + len(owners)] = owners
+        if keep:
+            at, slots = np.array(keep, dtype=np.int32).T
+            host["keep"][at] = slots
+        here = slice(-CHAIN_SECTIONS - STEP_SECTIONS, -STEP_SECTIONS)
+        self._memory.lines[here] = [
+            -(-each.nbytes * filled // (most * LINE_BYTES)) for each in self._memory.sections[here]
+        ]
+        self._chained_rows = rows
 
     def begin_step(self, rows: int) -> None:
         """Turn all rows into padding. Later uploads take the first `rows`."""
@@ -231,7 +272,7 @@ class Section:
 
 
 def _sections(capacity: TableCapacity) -> list[Section]:
-    """Sections of the plan, then of the step."""
+    """Sections of the plan, of recurrent layers, and of the step."""
     entries, rows = (capacity.entries,), (capacity.rows,)
     shapes: list[tuple[str, tuple[int, ...], bool]] = [
         ("counts", (COUNTS,), False),
@@ -241,6 +282,8 @@ def _sections(capacity: TableCapacity) -> list[Section]:
         *((f"entry_{name}", entries, False) for name in ("row", "delta", "limit", "origin")),
         ("row_entries", entries, False),
         ("row_ptr", (capacity.rows + 1,), False),
+        ("chain", (capacity.rows, CHAIN_WIDTH), False),
+        *((name, rows, False) for name in ("row_chain", "keep")),
         *((name, rows, True) for name in ("position_ids", "token_ids", "logit_rows")),
         *((name, rows, False) for name in ("write_base", "write_slot", "tail_length")),
         ("pages", (capacity.rows, capacity.pages_per_row), False),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
 from ragcache.attention.recurrent_maps import DELTA_RULE, STATE_SPACE, RecurrentInputs
+from ragcache.attention.triton.plan import TableCapacity
+from ragcache.attention.triton.tables import AttentionTables, TableViews
 from ragcache.states.recurrent import LayerState
 from tests.interpreted import interpreted
 
@@ -24,7 +28,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 def placed(*, delta: bool) -> tuple[object, object]:
     """A pool with arbitrary states, and the tables of a step."""
-    from ragcache.attention.triton.recurrent_launch import SlotPool, StateTables
+    from ragcache.attention.triton.recurrent_launch import SlotPool
 
     torch.manual_seed(0)
     shape = (HEADS, KEY_DIM, VALUE_DIM) if delta else (HEADS, VALUE_DIM, KEY_DIM)
@@ -33,9 +37,16 @@ def placed(*, delta: bool) -> tuple[object, object]:
     pool.windows.normal_()
     assert pool.states is not None
     pool.states.normal_()
-    tables = StateTables(64, torch.device("cpu"))
-    tables.upload(CHAINS, KEEP, 8)
-    return pool, tables
+    return pool, uploaded(CHAINS, KEEP, 8).views
+
+
+def uploaded(
+    chains: Sequence[tuple[int, int, int]], keep: Sequence[tuple[int, int]], rows: int
+) -> AttentionTables:
+    tables = AttentionTables(TableCapacity(128, 8, 8, 8, pages_per_row=2), "cpu")
+    tables.set_chains(chains, keep, rows)
+    tables.upload()
+    return tables
 
 
 def kept_in(begin: int, end: int) -> list[tuple[int, int]]:
@@ -44,12 +55,12 @@ def kept_in(begin: int, end: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("kind", ["delta", "channels", "state space"])
 def test_recurrences_are_their_equations(kind: str) -> None:
-    from ragcache.attention.triton.recurrent_launch import RecurrentKernels, SlotPool, StateTables
+    from ragcache.attention.triton.recurrent_launch import RecurrentKernels, SlotPool
 
     delta = kind != "state space"
     pool, tables = placed(delta=delta)
     assert isinstance(pool, SlotPool)
-    assert isinstance(tables, StateTables)
+    assert isinstance(tables, TableViews)
     assert pool.states is not None
     query, key = torch.randn(2, 1, ROWS, GROUPS, KEY_DIM)
     value, step = torch.randn(1, ROWS, HEADS, VALUE_DIM), torch.rand(1, ROWS, HEADS)
@@ -90,11 +101,11 @@ def read_by(query: Tensor, state: Tensor, *, delta: bool) -> Tensor:
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_convolutions_reach_over_the_begin_of_a_request(biased: bool) -> None:
-    from ragcache.attention.triton.recurrent_launch import RecurrentKernels, SlotPool, StateTables
+    from ragcache.attention.triton.recurrent_launch import RecurrentKernels, SlotPool
 
     pool, tables = placed(delta=True)
     assert isinstance(pool, SlotPool)
-    assert isinstance(tables, StateTables)
+    assert isinstance(tables, TableViews)
     inputs = torch.randn(1, ROWS, CHANNELS).transpose(1, 2)
     weight, windows = torch.randn(CHANNELS, KERNEL), pool.windows.clone()
     bias = torch.randn(CHANNELS) if biased else None
@@ -126,12 +137,11 @@ def test_a_slot_is_free_when_nothing_refers_to_it() -> None:
 
 
 def test_an_upload_of_fewer_rows_clears_the_others() -> None:
-    from ragcache.attention.triton.recurrent_launch import StateTables
-
-    tables = StateTables(128, torch.device("cpu"))
-    tables.upload([(n, n + 1, n) for n in range(40)], [(n, n) for n in range(40)], 40)
-    tables.upload([(0, 3, 5)], [(2, 7)], 3)
-    assert tables.row_chain.tolist() == [0] * 3 + [-1] * 125
-    assert tables.keep.tolist() == [-1, -1, 7] + [-1] * 125
-    assert tables.chain[0].tolist() == [0, 3, 5, 0]
-    assert not tables.chain[1:].any()
+    tables = uploaded([(n, n + 1, n) for n in range(40)], [(n, n) for n in range(40)], 40)
+    tables.set_chains([(0, 3, 5)], [(2, 7)], 3)
+    tables.upload()
+    views = tables.views
+    assert views.row_chain.tolist() == [0] * 3 + [-1] * 125
+    assert views.keep.tolist() == [-1, -1, 7] + [-1] * 125
+    assert views.chain[0].tolist() == [0, 3, 5, 0]
+    assert not views.chain[1:].any()
