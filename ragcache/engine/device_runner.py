@@ -49,6 +49,7 @@ from ragcache.engine.sampler import Sampler
 from ragcache.machine import new_stream
 from ragcache.models import CausalLM, ForwardBatch, LayeredRotary, Rotary
 from ragcache.models.compiled import FEWEST_ROWS, no_recompiles, prepare_for_device
+from ragcache.models.experts import only_live_rows
 from ragcache.states.kv import Arrival, capture_lock
 from ragcache.states.quantization import QuantizedStates
 
@@ -428,14 +429,15 @@ class DeviceModelRunner:
         step, views = self._step, tables.views
         step.kind, step.tables = kind, tables
         step.kernels = self._kernels if tables is self._tables else self._eager_kernels
-        return self.model.forward(
-            ForwardBatch(
-                views.token_ids[:rows],
-                views.position_ids[:rows],
-                views.logit_rows[:logits],
-                self._metadata,
+        with only_live_rows(views.live_rows):
+            return self.model.forward(
+                ForwardBatch(
+                    views.token_ids[:rows],
+                    views.position_ids[:rows],
+                    views.logit_rows[:logits],
+                    self._metadata,
+                )
             )
-        )
 
     def _new_step(self) -> StepAttention:
         """Create the operators of the steps."""

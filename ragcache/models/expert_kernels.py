@@ -25,10 +25,12 @@ def expert_product_kernel(
     out,
     order,
     pairs,
+    live,
     K,
     N,
     BACK: tl.constexpr,
     GATED: tl.constexpr,
+    PADDED: tl.constexpr,
     PER: tl.constexpr,
     S: tl.constexpr,
     BM: tl.constexpr,
@@ -42,11 +44,22 @@ def expert_product_kernel(
     their experts: out [pairs, N] follows it. A program counts the pairs of its expert, and ends at
     once if there are none; each weight is read once for BM pairs. S: room for pairs, a power of
     two. BACK: `rows` [pairs, K] follow the order, and out follows the pairs. GATED: the weights
-    have 2 N columns, gates and then values; out is silu(gate) * value.
+    have 2 N columns, gates and then values; out is silu(gate) * value. PADDED: only the first
+    live[0] rows have experts. Pairs of others get zeros if BACK, and otherwise no results.
     """
     expert = tl.program_id(1)
     s = tl.arange(0, S)
-    of = tl.load(experts + s, mask=s < pairs, other=-1)
+    chosen = pairs
+    if PADDED:
+        chosen = tl.minimum(pairs, tl.load(live) * PER)
+        if BACK:
+            n = tl.program_id(0) * BN + tl.arange(0, BN)
+            for first in range(chosen + expert * BM, pairs, tl.num_programs(1) * BM):
+                m = first + tl.arange(0, BM)
+                place = out + m.to(tl.int64)[:, None] * N + n[None, :]
+                zeros = tl.zeros([BM, BN], out.dtype.element_ty)
+                tl.store(place, zeros, mask=(m < pairs)[:, None] & (n < N)[None, :])
+    of = tl.load(experts + s, mask=s < chosen, other=-1)
     count = tl.sum((of == expert).to(tl.int32), 0)
     if count > 0:
         before = tl.sum(((of >= 0) & (of < expert)).to(tl.int32), 0)
@@ -92,6 +105,7 @@ def multiply_few(
     experts: Tensor,
     order: Tensor,
     *,
+    live: Tensor | None = None,
     back: bool = False,
     gated: bool = False,
 ) -> Tensor:
@@ -102,6 +116,7 @@ def multiply_few(
         weight: [E, K, N].
         experts: [T, k]. A pair is a row with one of its experts.
         order: [T * k], the pairs by their experts (`sort_pairs`).
+        live: int32 [1], how many of the T rows have experts. The others are padding.
         back: Whether the rows follow `order`, and the results the pairs. Otherwise the rows follow
             the pairs, and the results `order`.
         gated: Whether the first half of the columns are gates of the others.
@@ -115,10 +130,11 @@ def multiply_few(
     block["BN"] //= 1 + gated
     expert_product_kernel[triton.cdiv(width, block["BN"]), count](
         *(rows, rows.stride(0), weight, *weight.stride(), experts, out),
-        *(order, pairs, weight.shape[1], width),
+        *(order, pairs, experts if live is None else live, weight.shape[1], width),
         BACK=back,
         GATED=gated,
-        PER=pairs // len(rows),
+        PADDED=live is not None,
+        PER=experts.shape[1],
         S=_room(pairs),
         **block,
     )
@@ -126,22 +142,34 @@ def multiply_few(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def sort_kernel(experts, order, pairs, S: tl.constexpr):
-    """The pairs by their experts, order [pairs]; an expert a program. S: room for pairs."""
+def sort_kernel(
+    experts, order, pairs, live, PADDED: tl.constexpr, PER: tl.constexpr, S: tl.constexpr
+):
+    """The pairs by their experts, order [pairs]; an expert a program. S: room for pairs. See
+    `expert_product_kernel` for padding, which comes nowhere."""
     expert = tl.program_id(0)
     s = tl.arange(0, S)
-    of = tl.load(experts + s, mask=s < pairs, other=-1)
-    chosen = of == expert
+    chosen = pairs
+    if PADDED:
+        chosen = tl.minimum(pairs, tl.load(live) * PER)
+    of = tl.load(experts + s, mask=s < chosen, other=-1)
+    its = of == expert
     before = tl.sum(((of >= 0) & (of < expert)).to(tl.int32), 0)
-    rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(order + before + rank, s.to(tl.int64), mask=chosen)
+    rank = tl.cumsum(its.to(tl.int32), 0) - 1
+    tl.store(order + before + rank, s.to(tl.int64), mask=its)
 
 
-def sort_pairs(experts: Tensor, count: int) -> Tensor:
+def sort_pairs(experts: Tensor, count: int, live: Tensor | None = None) -> Tensor:
     """Return the pairs of `experts` [T, k] by their experts, of which there are `count`:
-    [T * k]."""
+    [T * k]. Of the rows, only the first `live` [1] count; the rest of the order is not defined."""
     order, pairs = torch.empty_like(experts).flatten(), experts.numel()
-    sort_kernel[count,](experts, order, pairs, S=_room(pairs), num_warps=4)
+    sort_kernel[count,](
+        *(experts, order, pairs, experts if live is None else live),
+        PADDED=live is not None,
+        PER=experts.shape[1],
+        S=_room(pairs),
+        num_warps=4,
+    )
     return order
 
 

@@ -7,6 +7,9 @@ sorts the rows. Many rows are multiplied by PyTorch's grouped product.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +19,30 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 IMPLEMENTATION = "ragcache"
 FEW_PAIRS = 1024
 """Pairs of a row and an expert up to which one kernel computes a product."""
+
+
+class _Step(threading.local):
+    """The step that a thread launches."""
+
+    live: Tensor | None = None
+
+
+_step = _Step()
+
+
+@contextmanager
+def only_live_rows(count: Tensor) -> Iterator[None]:
+    """Let products of few rows skip padding within the block: it would read weights of experts
+    that no other row chooses.
+
+    Args:
+        count: int32 [1] on the device. Rows behind the first so many are padding.
+    """
+    _step.live = count
+    try:
+        yield
+    finally:
+        _step.live = None
 
 
 def use_expert_kernels(model: nn.Module) -> None:
@@ -92,8 +119,9 @@ def to_experts(rows: Tensor, weight: Tensor, experts: Tensor, gated: bool) -> tu
     if _few(rows, experts):
         from ragcache.models.expert_kernels import multiply_few, sort_pairs
 
-        order = sort_pairs(experts, len(weight))
-        return multiply_few(rows, weight, experts, order, gated=gated), order
+        live = _step.live
+        order = sort_pairs(experts, len(weight), live)
+        return multiply_few(rows, weight, experts, order, live=live, gated=gated), order
     chosen, order = experts.flatten().sort()
     found = _multiply_groups(rows[order // experts.shape[1]], weight, chosen)
     if gated:
@@ -118,7 +146,7 @@ def from_experts(rows: Tensor, weight: Tensor, experts: Tensor, order: Tensor) -
     if _few(rows, experts):
         from ragcache.models.expert_kernels import multiply_few
 
-        return multiply_few(rows, weight, experts, order, back=True)
+        return multiply_few(rows, weight, experts, order, live=_step.live, back=True)
     found = _multiply_groups(rows, weight, experts.flatten()[order])
     return torch.empty_like(found).index_copy_(0, order, found)
 

@@ -56,7 +56,8 @@ _ADDRESSES: Final = ((1, "bases", 2 * BASE_WIDTH), (2, "scales", 2 * SCALES_WIDT
 class TableViews:
     """The tables on the device. int32, except where marked.
 
-    counts [16]: how many plain items there are, and how many of runs in eight bits after them.
+    counts [16]: how many plain items there are, how many of runs in eight bits after them, and how
+        many rows.
     bases [bases, 4], int64: addresses of keys and values, and their strides of a layer and of a
         head, in elements.
     scales [bases, 6], int64: addresses of key and value scales (0: a plain base), and their strides
@@ -97,6 +98,11 @@ class TableViews:
     write_slot: Tensor
     tail_length: Tensor
     pages: Tensor
+
+    @property
+    def live_rows(self) -> Tensor:
+        """How many rows there are, [1]. The others are padding."""
+        return self.counts[2:3]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +161,7 @@ class AttentionTables:
     def set_plan(self, plan: AttentionPlan) -> None:
         """Lay out a plan for the next upload. Rows beyond its own get no entries."""
         host, lines = self._memory.open_host(), self._memory.lines
-        host["counts"][:2] = plan.plain_items, plan.quantized_items
+        host["counts"][:3] = plan.plain_items, plan.quantized_items, plan.rows
         bases, items, entries = len(plan.bases), len(plan.items), plan.entries
         host["bases"][:bases] = plan.bases
         host["scales"][:bases] = plan.scales

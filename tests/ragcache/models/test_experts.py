@@ -84,6 +84,26 @@ def test_one_kernel_multiplies_few_rows(rows: int, chosen: int, *, turned: bool)
 
 
 @interpreted
+@pytest.mark.parametrize("live", [0, 1, 5, 9])
+def test_padding_has_no_experts(live: int) -> None:
+    from ragcache.models.expert_kernels import multiply_few, sort_pairs
+
+    hidden, experts, _ = drawn(9, 3, 6, 40)
+    up, down = torch.randn(6, 40, 72) / 6, torch.randn(6, 36, 24) / 8
+    order = sort_pairs(experts, 6)
+    expected = multiply_few(hidden, up, experts, order, gated=True)
+    expected = multiply_few(expected, down, experts, order, back=True)
+    count, hidden = torch.tensor([live], dtype=torch.int32), hidden.clone()
+    hidden[live:] = torch.nan
+    order = sort_pairs(experts, 6, count)
+    assert torch.equal(order[: live * 3], experts[:live].flatten().argsort(stable=True))
+    found = multiply_few(hidden, up, experts, order, live=count, gated=True)
+    found = multiply_few(found, down, experts, order, live=count, back=True)
+    torch.testing.assert_close(found[: live * 3], expected[: live * 3], **CLOSE)
+    assert not found[live * 3 :].any()
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_kernel_chooses_experts(dtype: torch.dtype) -> None:
     from ragcache.models.expert_kernels import choose_few
