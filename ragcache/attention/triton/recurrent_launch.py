@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,10 +17,14 @@ from ragcache.attention.triton.recurrent_kernels import (
     recur_kernel,
 )
 from ragcache.attention.triton.tables import TableViews
+from ragcache.machine import new_event
 from ragcache.states.recurrent import LayerState, RecurrentStates
 
 COMPOSE_WARPS: Final = 4
 """Warps of a program of the composition."""
+
+COMPOSITIONS_IN_FLIGHT: Final = 64
+"""Compositions whose addresses can wait for the device at once."""
 
 COMPOSED_VALUES: Final = 64
 """Columns of a state that a program of the composition has. Each program reads the maps again."""
@@ -224,6 +228,44 @@ def _strided(tensor: Tensor) -> tuple[Tensor, int, int]:
     return tensor, tensor.stride(1), tensor.stride(2)
 
 
+class _ComposeSizes(NamedTuple):
+    """Sizes of a composition, which are the same for all of a model."""
+
+    grid: tuple[int, int, int]
+    ints: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+class _Places:
+    """Uploads the addresses of compositions, through memory that is allocated once: a pinned
+    allocation for each takes the host longer than the copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._room, self._at = device, 0, 0
+
+    def upload(self, places: Sequence[Sequence[int]]) -> Tensor:
+        """Return addresses, [n, 6], on the device, which copies them behind its running work."""
+        if self._device.type != "cuda":
+            return torch.tensor(places, dtype=torch.int64)
+        if len(places) > self._room:
+            self._grow(2 * len(places))
+        self._at = (self._at + 1) % COMPOSITIONS_IN_FLIGHT
+        copied, to = self._copied[self._at], self._target[self._at]
+        copied.synchronize()  # seldom waits: so many others were launched since
+        self._arrays[self._at, : len(places)] = places
+        to.copy_(self._source[self._at], non_blocking=True)
+        copied.record()
+        return to
+
+    def _grow(self, room: int) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+        self._room, shape = max(64, room), (COMPOSITIONS_IN_FLIGHT, max(64, room), 6)
+        self._source = torch.zeros(shape, dtype=torch.int64, pin_memory=True)
+        self._arrays = self._source.numpy()
+        self._target = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        self._copied = [new_event() for _ in range(COMPOSITIONS_IN_FLIGHT)]
+
+
 class Composer:
     """Composes documents into slots by one kernel for all layers, documents and orders.
 
@@ -240,7 +282,10 @@ class Composer:
     ) -> None:
         self.pool, self.weight, self.bias = pool, weight.contiguous(), bias
         self.delta, self.silu = delta, silu
+        self._places = _Places(pool.windows.device)
         self._known = WeakKeyDictionary[RecurrentStates, Sequence[int]]()
+        self._sizes: _ComposeSizes | None = None
+        self._compiled = dict[tuple[int, ...], Any]()
 
     def fits(self, documents: Sequence[RecurrentStates]) -> bool:
         """Tell whether the kernel composes documents: they are as long as the convolution, of the
@@ -279,46 +324,63 @@ class Composer:
         """
         states, windows, first = self.pool.states, self.pool.windows, orders[0][0]
         assert states is not None
-        heads, rows, columns = first.increment.shape[1:]
-        dim, width = (rows, columns) if self.delta else (columns, rows)
-        channels, kernel = self.weight.shape[1:]
-        keys = (channels - heads * width) // (2 * dim)  # heads of queries and keys
-        blocks = triton.cdiv(width, COMPOSED_VALUES)
-        places = self._upload([self._addresses(each) for order in orders for each in order])
+        places = self._places.upload([self._addresses(each) for order in orders for each in order])
         bias = self.weight if self.bias is None else self.bias
-        compose_kernel[len(self.weight), heads, blocks](
-            *(places, len(orders[0]), states, windows),
-            *(-1 if before is None else before.index, into.index),
-            *(self.weight, bias, first.increment, first.decays),
-            channels,
-            heads,
-            keys * dim if self.delta else heads * width,
-            2 * keys * dim if self.delta else 0,
-            rows * columns,
-            ORDERS=len(orders),
-            GROUP=heads // keys,
-            DK=dim,
-            DKP=max(16, triton.next_power_of_2(dim)),
-            DV=width,
-            BV=COMPOSED_VALUES,
-            KEY_STRIDE=columns if self.delta else 1,
-            VALUE_STRIDE=1 if self.delta else columns,
-            DELTA=self.delta,
-            CHANNELS=first.decays.shape[-1] > 1,
-            KERNEL=kernel,
-            SILU=self.silu,
-            BIAS=self.bias is not None,
-            NARROW=first.increment.dtype == torch.bfloat16,
-            LAST=triton.next_power_of_2(triton.cdiv(channels * kernel, heads * blocks)),
-            num_warps=COMPOSE_WARPS,
-            num_stages=1,
+        number = -1 if before is None else before.index
+        tensors = places, states, windows, self.weight, bias, first.increment, first.decays
+        sizes = self._sizes = self._sizes or self._choose_sizes(channels=first.decays.shape[-1] > 1)
+        arguments = (
+            *(places, len(orders[0]), states, windows, number, into.index),
+            *(self.weight, bias, first.increment, first.decays, *sizes.ints),
         )
+        if not windows.is_cuda:
+            compose_kernel[sizes.grid](*arguments, ORDERS=len(orders), **sizes.constants)
+            return
+        # launching a compiled kernel takes the host half the time
+        kind = len(orders), *(each.data_ptr() % 16 for each in tensors)
+        kernel = self._compiled.get(kind)
+        if kernel is None:
+            kernel = self._compiled[kind] = compose_kernel.warmup(
+                *arguments,
+                ORDERS=len(orders),
+                **sizes.constants,
+                num_warps=COMPOSE_WARPS,
+                num_stages=1,
+                grid=(1,),
+            )
+        kernel[sizes.grid](*arguments, len(orders), *sizes.constants.values())
 
-    def _upload(self, places: Sequence[Sequence[int]]) -> Tensor:
-        """Addresses on the device, without waiting for it."""
-        device = self.pool.windows.device
-        host = torch.tensor(places, dtype=torch.int64, pin_memory=device.type == "cuda")
-        return host.to(device, non_blocking=True)
+    def _choose_sizes(self, *, channels: bool) -> _ComposeSizes:
+        """The sizes of the pool's states and of the weights. `channels`: of the decays."""
+        states, (layers, count, kernel) = self.pool.states, self.weight.shape
+        assert states is not None
+        heads, rows, columns = states.shape[2:]
+        dim, width = (rows, columns) if self.delta else (columns, rows)
+        keys = (count - heads * width) // (2 * dim)  # heads of queries and keys
+        key_at = keys * dim if self.delta else heads * width
+        value_at = 2 * keys * dim if self.delta else 0
+        blocks = triton.cdiv(width, COMPOSED_VALUES)
+        narrow = self.pool.windows.dtype == torch.bfloat16
+        return _ComposeSizes(
+            (layers, heads, blocks),
+            (count, heads, key_at, value_at, rows * columns),
+            {  # in the order of the kernel's parameters
+                "GROUP": heads // keys,
+                "DK": dim,
+                "DKP": max(16, triton.next_power_of_2(dim)),
+                "DV": width,
+                "BV": COMPOSED_VALUES,
+                "KEY_STRIDE": columns if self.delta else 1,
+                "VALUE_STRIDE": 1 if self.delta else columns,
+                "DELTA": self.delta,
+                "CHANNELS": channels,
+                "KERNEL": kernel,
+                "SILU": self.silu,
+                "BIAS": self.bias is not None,
+                "NARROW": narrow,
+                "LAST": triton.next_power_of_2(triton.cdiv(count * kernel, heads * blocks)),
+            },
+        )
 
 
 def _is_aligned(tensor: Tensor) -> bool:
