@@ -28,7 +28,7 @@ from ragcache.models.experts import use_expert_kernels
 from ragcache.models.hf_patch import SegmentCache, number_layers
 from ragcache.models.model import CausalLM, ForwardBatch
 from ragcache.models.projections import merge_projections
-from ragcache.models.routers import rewriting
+from ragcache.models.routers import join_routers, rewriting
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ def prepare_for_device(causal: CausalLM, backend: Backend = "inductor") -> None:
     merge_projections(causal)
     if causal.device.type == "cuda":
         use_expert_kernels(causal.model)
+        join_routers(causal.model)
     compile_layers(causal, backend)
 
 

@@ -4,19 +4,71 @@ transformers' routers choose experts by `torch.topk`, which takes two kernels ma
 and some multiply in float32, which for few rows occupies one of a GPU's processors.
 `rewrite_routers` replaces both in a traced graph, wherever they are, by operators with the same
 results.
+
+A router, a shared expert and the gate of the shared expert multiply the same rows by three small
+matrices. `join_routers` puts these one behind the other, and `rewrite_routers` makes one product of
+the three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 """Sizes of a choice up to which one program computes a row of it."""
+
+COLUMNS = 8
+"""Joined products have a multiple of so many columns: others are not aligned, and take longer."""
+
+
+def join_routers(model: nn.Module) -> int:
+    """Put the weights of routers, shared experts and their gates one behind the other in memory, in
+    place, where a mixture multiplies the same rows by them.
+
+    Returns: How many mixtures have joined weights.
+    """
+    joined = 0
+    for mixture in model.modules():
+        owners = _joined_owners(mixture)
+        if len(owners) > 1:
+            _join([owner.weight for owner in owners], owners)
+            joined += 1
+    return joined
+
+
+def _joined_owners(mixture: nn.Module) -> list[Any]:
+    """The modules of a mixture whose weights are joined: their inputs are the mixture's."""
+    children: dict[str, Any] = dict(mixture.named_children())
+    if not hasattr(children.get("gate"), "top_k") or "shared_expert" not in children:
+        return []
+    shared: dict[str, Any] = dict(children["shared_expert"].named_children())
+    merged = shared.get("merged_gate_proj_up_proj")
+    linears = (getattr(merged, "linear", None), children.get("shared_expert_gate"))
+    plain = [each for each in linears if type(each) is nn.Linear and each.bias is None]
+    owners = sorted([*plain, children["gate"]], key=lambda each: -len(each.weight))
+    weights = [each.weight for each in owners]
+    kinds = {(each.dim(), each.shape[-1], each.dtype, each.device) for each in weights}
+    return owners if len(kinds) == 1 and weights[0].dim() == 2 else []
+
+
+def _join(weights: list[Tensor], owners: Sequence[Any]) -> None:
+    whole = weights[0].new_zeros(_rounded(weights), weights[0].shape[1])
+    begin = 0
+    for owner, weight in zip(owners, weights, strict=True):
+        part = whole[begin : begin + len(weight)]
+        part.copy_(weight.detach())
+        owner.weight = nn.Parameter(part, requires_grad=False)
+        begin += len(weight)
+
+
+def _rounded(weights: Sequence[Tensor]) -> int:
+    return -(-sum(each.shape[0] for each in weights) // COLUMNS) * COLUMNS
 
 
 def rewriting(backend: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -44,7 +96,61 @@ def rewrite_routers(graph: fx.GraphModule) -> None:
             if len(factors) == 2 and not node.kwargs and all(factors):
                 node.target = torch.ops.ragcache.multiply_exactly.default
                 node.args = tuple(factors)
+    if any(each.target is torch.ops.ragcache.choose_experts.default for each in nodes):
+        _join_products(graph.graph)
     graph.recompile()
+
+
+def _join_products(graph: fx.Graph) -> None:
+    """Make one product of those of the same rows."""
+    by_rows: dict[fx.Node, list[Any]] = {}
+    for node in graph.nodes:
+        rows = _rows_of(node)
+        if rows is not None:
+            by_rows.setdefault(rows, []).append(node)
+    for products in by_rows.values():
+        if len(products) > 1:
+            _join_some(graph, products)
+
+
+def _rows_of(node: Any) -> fx.Node | None:
+    """Return the rows [T, K] of a product by a weight of 16 bits, before reshapes that change
+    nothing."""
+    if node.op != "call_function" or node.target is not torch._C._nn.linear or node.kwargs:
+        return None
+    if len(node.args) == 3 and node.args[2] is not None:
+        return None
+    rows, weight = node.args[:2]
+    found = [each.meta.get("example_value") for each in (rows, weight)]
+    if not all(isinstance(each, Tensor) and each.dim() == 2 for each in found):
+        return None
+    if weight.op not in ("placeholder", "get_attr") or found[1].dtype.itemsize != 2:
+        return None
+    while rows.op == "call_method" and rows.target in ("reshape", "view"):
+        before = rows.args[0].meta.get("example_value")
+        if not isinstance(before, Tensor) or before.dim() != 2:
+            break
+        rows = rows.args[0]
+    return rows if isinstance(rows, fx.Node) else None
+
+
+def _join_some(graph: fx.Graph, products: Sequence[Any]) -> None:
+    """Replace products by columns of one, in front of the first."""
+    rows, weights = _rows_of(products[0]), [each.args[1] for each in products]
+    order = sorted(range(len(weights)), key=lambda n: -weights[n].meta["example_value"].shape[0])
+    with graph.inserting_before(products[0]):
+        operator = torch.ops.ragcache.multiply_joined.default
+        whole = graph.call_function(operator, (rows, [weights[n] for n in order]))
+        begin = 0
+        for n in order:
+            end = begin + weights[n].meta["example_value"].shape[0]
+            columns = (slice(None), slice(begin, end))
+            part = graph.call_function(getitem, (whole, columns))
+            part.meta["example_value"] = products[n].meta["example_value"]
+            products[n].replace_all_uses_with(part)
+            begin = end
+    for each in products:
+        graph.erase_node(each)
 
 
 def _is_choice(node: Any) -> bool:
@@ -108,3 +214,35 @@ def multiply_exactly(rows: Tensor, weight: Tensor) -> Tensor:
 @multiply_exactly.register_fake
 def _shape_product(rows: Tensor, weight: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("ragcache::multiply_joined", mutates_args=())
+def multiply_joined(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Return rows [T, K] times several weights [N, K], side by side: [T, sum of N]. Columns of no
+    defined content fill up a multiple of `COLUMNS`. Weights of one memory (`join_routers`) are one
+    product."""
+    width = _rounded(weights)
+    if _is_joined(weights):
+        first = weights[0]
+        whole = first.as_strided((width, first.shape[1]), (first.shape[1], 1))
+        return torch.nn.functional.linear(rows, whole)
+    parts = [torch.nn.functional.linear(rows, each) for each in weights]
+    return torch.nn.functional.pad(torch.cat(parts, 1), (0, width - sum(map(len, weights))))
+
+
+def _is_joined(weights: Sequence[Tensor]) -> bool:
+    """Tell whether weights follow each other in one memory, which has room for all columns."""
+    first, at = weights[0], weights[0].data_ptr()
+    memory = first.untyped_storage()
+    for each in weights:
+        same = each.untyped_storage().data_ptr() == memory.data_ptr() and each.data_ptr() == at
+        if not same or not each.is_contiguous():
+            return False
+        at += each.nbytes
+    end = first.data_ptr() + _rounded(weights) * first.shape[1] * first.element_size()
+    return end <= memory.data_ptr() + memory.nbytes()
+
+
+@multiply_joined.register_fake
+def _shape_joined(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return rows.new_empty(rows.shape[0], _rounded(weights))
