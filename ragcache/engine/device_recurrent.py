@@ -70,12 +70,15 @@ class _HybridStep(StepAttention):
         *,
         delta: bool,
         scale: float,
+        gates: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """See `RecurrentStep.recur`."""
         assert self.recurrent is not None
         inputs = query, key, value, decay, step
         states = self.tables.views, self.kind, self.chains
-        return self.recurrent.recur(*states, layer, *inputs, delta=delta, scale=scale)
+        return self.recurrent.recur(
+            *states, layer, *inputs, delta=delta, scale=scale, gates=gates
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,12 +188,17 @@ def choose_block(dtype: torch.dtype, pairs: int, experts: int) -> dict[str, Any]
 
 
 @triton.jit
-def choose_kernel(scores, values, places, E, EP: tl.constexpr, COUNT: tl.constexpr):
-    """The COUNT largest of a row's scores [T, E], one after another; a row a program. EP: E as a
-    power of two."""
+def choose_kernel(
+    scores, stride, values, places, E, EP: tl.constexpr, COUNT: tl.constexpr, SOFTMAX: tl.constexpr
+):
+    """The COUNT largest of a row's scores [T, E], or of their SOFTMAX, one after another; a row a
+    program. EP: E as a power of two."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, EP)
-    left = tl.load(scores + row * E + at, mask=at < E, other=float("-inf")).to(tl.float32)
+    left = tl.load(scores + row * stride + at, mask=at < E, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        left = tl.exp(left - tl.max(left, 0))
+        left = left / tl.sum(left, 0)
     left = tl.where(at < E, tl.maximum(left, LOWEST), float("-inf"))  # below: chosen already
     for number in tl.static_range(COUNT):
         place = tl.argmax(left, 0)
@@ -204,12 +209,19 @@ def choose_kernel(scores, values, places, E, EP: tl.constexpr, COUNT: tl.constex
         left = tl.where(at == place, float("-inf"), left)
 
 
-def choose_few(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest `count` of each row's scores [T, E], the largest first, and their places
-    [T, count], int64."""
+def choose_few(scores: Tensor, count: int, *, softmax: bool) -> tuple[Tensor, Tensor]:
+    """Return the largest `count` of each row's scores [T, E], or of their softmax in float32, the
+    largest first, and their places [T, count], int64."""
     rows, width = scores.shape
-    values = scores.new_empty(rows, count)
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    values = scores.new_empty(rows, count, dtype=torch.float32 if softmax else scores.dtype)
     places = torch.empty(rows, count, dtype=torch.int64, device=scores.device)
     room = triton.next_power_of_2(width)
-    choose_kernel[rows,](scores, values, places, width, EP=room, COUNT=count, num_warps=1)
+    choose_kernel[rows,](
+        *(scores, scores.stride(0), values, places, width),
+        EP=room,
+        COUNT=count,
+        SOFTMAX=softmax,
+        num_warps=1,
+    )
     return values, places

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 IMPLEMENTATION = "ragcache"
@@ -60,7 +61,7 @@ def _is_silu_gated(module: Any) -> bool:
     SiLU."""
     plain = type(module)._apply_gate.__module__ == ALL_EXPERTS_FUNCTIONS.__module__
     usual = plain and module.has_gate and not module.has_bias and module.is_concatenated
-    return usual and isinstance(module.act_fn, nn.SiLU)
+    return usual and isinstance(module.act_fn, (nn.SiLU, type(ACT2FN["silu"])))
 
 
 def compute_experts(

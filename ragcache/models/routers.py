@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 
+from ragcache.models.mixer_graphs import rewrite_mixers
+
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 """Sizes of a choice up to which one program computes a row of it."""
 
@@ -72,11 +74,13 @@ def _rounded(weights: Sequence[Tensor]) -> int:
 
 
 def rewriting(backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiler of traced graphs that rewrites the routers before another compiles them."""
+    """Return a compiler of traced graphs that rewrites routers and mixers before another compiles
+    them."""
     compile_graph = lookup_backend(backend) if isinstance(backend, str) else backend
 
     def rewritten(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         rewrite_routers(graph)
+        rewrite_mixers(graph)
         compiled: Callable[..., Any] = compile_graph(graph, inputs, **options)
         return compiled
 
@@ -90,7 +94,9 @@ def rewrite_routers(graph: fx.GraphModule) -> None:
         if node.op == "call_function" and node.target is torch.topk and _is_choice(node):
             chosen = node.args[1] if len(node.args) > 1 else node.kwargs["k"]
             node.target = torch.ops.ragcache.choose_experts.default
-            node.args, node.kwargs = (node.args[0], chosen), {}
+            logits = _before_softmax(node.args[0])
+            node.args = (logits or node.args[0], chosen, logits is not None)
+            node.kwargs = {}
         elif node.op == "call_function" and node.target is torch._C._nn.linear:
             factors = [_before_float32(each) for each in node.args]
             if len(factors) == 2 and not node.kwargs and all(factors):
@@ -153,6 +159,15 @@ def _join_some(graph: fx.Graph, products: Sequence[Any]) -> None:
         graph.erase_node(each)
 
 
+def _before_softmax(node: Any) -> fx.Node | None:
+    """Return the numbers of which a node is the softmax of each row in float32, if it is."""
+    if node.target is not torch.nn.functional.softmax or len(node.args) > 1:
+        return None
+    options = {name: each for name, each in node.kwargs.items() if name != "_stacklevel"}
+    rows = options == {"dim": -1, "dtype": torch.float32}
+    return node.args[0] if rows else None
+
+
 def _is_choice(node: Any) -> bool:
     """Tell whether a `topk` takes the largest of few numbers in the last dimension."""
     options = dict(zip(("k", "dim", "largest", "sorted"), node.args[1:], strict=False))
@@ -184,22 +199,28 @@ def _before_float32(node: Any) -> fx.Node | None:
     return source if short and found.dtype == torch.float32 else None
 
 
-@torch.library.custom_op("ragcache::choose_experts", mutates_args=())
-def choose_experts(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "ragcache::choose_experts", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,)
+)
+def choose_experts(scores: Tensor, count: int, softmax: bool) -> tuple[Tensor, Tensor]:
     """Return the largest `count` of each row's scores [T, E], the largest first, and their places
-    [T, count], int64."""
+    [T, count], int64. softmax: whether the scores are first turned into their softmax, in
+    float32."""
     if not scores.is_cuda:
+        if softmax:
+            scores = scores.softmax(-1, dtype=torch.float32)
         values, places = scores.topk(count)
         return values, places
     from ragcache.models.expert_kernels import choose_few
 
-    return choose_few(scores.contiguous(), count)
+    return choose_few(scores, count, softmax=softmax)
 
 
 @choose_experts.register_fake
-def _shape_choice(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _shape_choice(scores: Tensor, count: int, softmax: bool) -> tuple[Tensor, Tensor]:
     shape = scores.shape[0], count
-    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64)
+    values = scores.new_empty(shape, dtype=torch.float32 if softmax else scores.dtype)
+    return values, scores.new_empty(shape, dtype=torch.int64)
 
 
 @torch.library.custom_op("ragcache::multiply_exactly", mutates_args=())
@@ -216,7 +237,9 @@ def _shape_product(rows: Tensor, weight: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("ragcache::multiply_joined", mutates_args=())
+@torch.library.custom_op(
+    "ragcache::multiply_joined", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,)
+)
 def multiply_joined(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Return rows [T, K] times several weights [N, K], side by side: [T, sum of N]. Columns of no
     defined content fill up a multiple of `COLUMNS`. Weights of one memory (`join_routers`) are one

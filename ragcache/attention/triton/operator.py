@@ -64,6 +64,7 @@ class RecurrentStep(DeviceStep, Protocol):
         *,
         delta: bool,
         scale: float,
+        gates: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Continues the recurrent state of each request by its rows. See `RecurrentKernels.recur`.
         Returns float32 [1, T, H, dv], contiguous and new memory."""
@@ -145,12 +146,35 @@ def recur(
     scale: float,
     layer: Tensor,
     handle: int,
+    rate: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> Tensor:
-    """`RecurrentStep.recur` of the step with this handle. layer: 0-dim int64 on the CPU."""
+    """`RecurrentStep.recur` of the step with this handle. layer: 0-dim int64 on the CPU. rate and
+    offset: the gates, or both None."""
     live, inputs = cast("RecurrentStep", _steps[handle]), (query, key, value, decay, step)
-    return live.recur(int(layer), *inputs, delta=delta, scale=scale)
+    gates = None if rate is None or offset is None else (rate, offset)
+    return live.recur(int(layer), *inputs, delta=delta, scale=scale, gates=gates)
 
 
 @recur.register_fake
 def _shape_recur(query: Tensor, key: Tensor, value: Tensor, *_others: object) -> Tensor:  # noqa: ARG001
     return torch.empty(value.shape, dtype=torch.float32, device=value.device)
+
+
+@torch.library.custom_op(
+    "ragcache::normalize_gated", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,)
+)
+def normalize_gated(rows: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return rows [1, T, H, dv] with a mean square of one, times `weight` [dv] and the SiLU of
+    `gate` [1, T, H, dv], whose dtype the result has."""
+    if gate.is_cuda:
+        from ragcache.attention.triton import recurrent_launch
+
+        return recurrent_launch.normalize_gated(rows, gate, weight, eps)
+    even = rows.float() * torch.rsqrt(rows.float().square().mean(-1, keepdim=True) + eps)
+    return (even * weight.float() * torch.nn.functional.silu(gate.float())).to(gate.dtype)
+
+
+@normalize_gated.register_fake
+def _shape_normalized(rows: Tensor, gate: Tensor, *_others: object) -> Tensor:
+    return torch.empty(rows.shape, dtype=gate.dtype, device=gate.device)

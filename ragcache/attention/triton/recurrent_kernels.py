@@ -84,13 +84,23 @@ def convolve_kernel(
 
 
 @triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), which is not rounded to zero where exp(x) is small."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1 + e
+    small = u == 1
+    found = tl.where(small, e, tl.log(u) * (e / tl.where(small, 1.0, u - 1)))
+    return tl.where(x > 20.0, x, found)
+
+
+@triton.jit
 def recur_kernel(
     query, query_row, query_head, key, key_row, key_head, value, value_row, value_head,
     decay, decay_row, decay_head, step, step_row, step_head, out,
-    states, slot_stride, head_stride, chain, chains, keep, heads, scale,
+    states, slot_stride, head_stride, chain, chains, keep, heads, scale, rate, offset,
     GROUP: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
     KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr,
-    DELTA: tl.constexpr, CHANNELS: tl.constexpr,
+    DELTA: tl.constexpr, CHANNELS: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """The recurrence of some chains, one head and a block of BV values, token by token, in float32:
 
@@ -99,9 +109,14 @@ def recur_kernel(
     query, key [T, Hk, DK], value [T, H, DV], decay g [T, H] or [T, H, DK], step b [T, H];
     out [T, H, DV] float32. states [slots, H, ...] float32, where element (k, v) of a head is at
     k KEY_STRIDE + v VALUE_STRIDE. A key serves GROUP heads. DELTA: the delta rule, for which
-    queries and keys get length one.
+    queries and keys get length one. GATES: decay and step are projections, from which the gates
+    follow by rate [H] and offset [H]: g = -exp(rate) softplus(decay + offset), b = sigmoid(step).
     """
     number, head = tl.program_id(0), tl.program_id(1)
+    fall, shift = 0.0, 0.0
+    if GATES:
+        fall = -tl.exp(tl.load(rate + head).to(tl.float32))
+        shift = tl.load(offset + head).to(tl.float32)
     first = tl.load(chain + CHAIN * number)
     end = tl.load(chain + CHAIN * number + 1)
     while first < end:  # chains behind the last one have no rows, and need no program
@@ -132,7 +147,11 @@ def recur_kernel(
         for token in range(end - first):
             at = (first + token).to(tl.int64)
             k_now, q_now, v_now = k.to(tl.float32), q.to(tl.float32), v.to(tl.float32)
-            b_now, kept = b.to(tl.float32), tl.exp(g.to(tl.float32))
+            b_now, g_now = b.to(tl.float32), g.to(tl.float32)
+            if GATES:
+                b_now = 1 / (1 + tl.exp(-b_now))
+                g_now = fall * _softplus(g_now + shift)
+            kept = tl.exp(g_now)
             behind = tl.load(keep + at)
             # the inputs of the next token arrive while this one is computed
             ahead = tl.minimum(at + 1, end - 1)
@@ -161,6 +180,36 @@ def recur_kernel(
         number += tl.num_programs(0)
         first = tl.load(chain + CHAIN * number, mask=number < chains, other=0)
         end = tl.load(chain + CHAIN * number + 1, mask=number < chains, other=0)
+
+
+@triton.jit
+def gated_norm_kernel(
+    rows,
+    gate,
+    gate_row,
+    gate_head,
+    weight,
+    out,
+    heads,
+    eps,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """rows [T, H, DV] with a mean square of one, times weight [DV] and silu(gate) [T, H, DV]; out
+    [T, H, DV]. A row and HEADS heads a program."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    at = tl.arange(0, DVP)
+    inside = (head < heads)[:, None] & (at < DV)[None, :]
+    place = (row * heads + head)[:, None] * DV + at[None, :]
+    of_gate = gate + row * gate_row + head[:, None] * gate_head + at[None, :]
+    x = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(of_gate, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + at, mask=at < DV, other=0.0).to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, 1) / DV + eps)[:, None]
+    found = x * w[None, :] * (g / (1 + tl.exp(-g)))
+    tl.store(out + place, found.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from ragcache.attention.triton.launch import StepKind
 from ragcache.attention.triton.recurrent_kernels import (
     compose_kernel,
     convolve_kernel,
+    gated_norm_kernel,
     recur_kernel,
 )
 from ragcache.attention.triton.tables import TableViews
@@ -32,6 +33,9 @@ COMPOSED_VALUES: Final = 64
 CHAINS_AT_ONCE: Final = 8
 """Chains of a step of any rows that have programs of their own. Others follow them. A graph has as
 many chains as rows, and a question one."""
+
+HEADS_AT_ONCE: Final = 4
+"""Heads of a program of the gated norm."""
 
 CHANNELS_AT_ONCE: Final = 256
 """Channels of a program of the convolution."""
@@ -169,6 +173,7 @@ class RecurrentKernels:
         *,
         delta: bool,
         scale: float,
+        gates: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Return the outputs of a recurrence, and write the states behind some rows.
 
@@ -184,6 +189,8 @@ class RecurrentKernels:
             step: Sizes of the steps, [1, T, H].
             delta: Whether it is the delta rule, with queries and keys of length one.
             scale: Factor of the outputs.
+            gates: Logarithms of rates, and offsets, both [H], if `decay` and `step` are the
+                projections from which decays and steps follow (`recur_kernel`).
 
         Returns:
             [1, T, H, dv], float32.
@@ -202,7 +209,7 @@ class RecurrentKernels:
         programs = chains if kind == "decode" else min(chains, CHAINS_AT_ONCE)
         recur_kernel[programs, heads, triton.cdiv(width, block)](
             *(*strided, out, states, states.stride(0), states.stride(1)),
-            *(tables.chain, chains, tables.keep, heads, scale),
+            *(tables.chain, chains, tables.keep, heads, scale, *(gates or (decay, decay))),
             GROUP=heads // key.shape[2],
             DK=dim,
             DKP=triton.next_power_of_2(dim),
@@ -212,10 +219,28 @@ class RecurrentKernels:
             VALUE_STRIDE=inner[1],
             DELTA=delta,
             CHANNELS=decay.dim() == 4,
+            GATES=gates is not None,
             num_warps=config.warps,
             num_stages=2,
         )
         return out
+
+
+def normalize_gated(rows: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return rows [1, T, H, dv] with a mean square of one, times `weight` [dv] and the SiLU of
+    `gate` [1, T, H, dv], whose dtype the result has."""
+    _, count, heads, width = rows.shape
+    rows, gate = rows.contiguous(), _dense_heads(gate)
+    out = torch.empty(rows.shape, dtype=gate.dtype, device=gate.device)
+    together = min(HEADS_AT_ONCE, triton.next_power_of_2(heads))
+    gated_norm_kernel[count, triton.cdiv(heads, together)](
+        *(rows, *_strided(gate), weight, out, heads, eps),
+        DV=width,
+        DVP=triton.next_power_of_2(width),
+        HEADS=together,
+        num_warps=4,
+    )
+    return out
 
 
 def _dense_heads(tensor: Tensor) -> Tensor:

@@ -110,9 +110,13 @@ def test_one_kernel_chooses_experts(dtype: torch.dtype) -> None:
 
     scores = torch.stack([torch.randperm(60) for _ in range(5)]).to(dtype) - 30
     scores[0, 4:] = -torch.inf
-    values, places = choose_few(scores, 6)
+    wide = torch.nn.functional.pad(scores, (0, 3))[:, :60]
+    values, places = choose_few(wide, 6, softmax=False)
     expected = scores.topk(6)
     assert torch.equal(values, expected.values)
+    assert torch.equal(places[1:], expected.indices[1:])
+    values, places = choose_few(wide, 6, softmax=True)
+    torch.testing.assert_close(values, scores.softmax(-1, dtype=torch.float32).topk(6).values)
     assert torch.equal(places[1:], expected.indices[1:])
 
 

@@ -17,15 +17,15 @@ from triton.compiler import ASTSource
 from ragcache.attention.triton import recurrent_kernels as kernels
 
 TYPES = {
-    "*fp32": ("decay", "step", "out", "states", "state", "floats"),
-    "*bf16": ("query", "key", "value", "inputs", "weight", "bias", "windows", "maps"),
+    "*fp32": ("decay", "step", "out", "states", "state", "floats", "rows"),
+    "*bf16": ("gate", "rate", "offset", "query", "key", "value", "inputs", "weight", "bias", "windows", "maps"),
     "*i32": ("chain", "row_chain", "keep"),
     "*i64": ("places",),
-    "fp32": ("scale",),
+    "fp32": ("scale", "eps"),
 }
 SIZES = {"DK": 64, "DKP": 64, "DV": 64, "BV": 16, "KEY_STRIDE": 64, "VALUE_STRIDE": 1, "KERNEL": 4,
          "BLOCK": 64, "LAST": 64, "GROUP": 1, "ORDERS": 2, "SILU": True, "BIAS": False,
-         "NARROW": True}
+         "NARROW": True, "GATES": True, "DVP": 64, "HEADS": 4}
 NAMES = {name: kind for kind, names in TYPES.items() for name in names}
 
 
@@ -39,7 +39,8 @@ def compile_for_gpu(kernel, **constants):
 
 
 assert compile_for_gpu(kernels.convolve_kernel)
-assert compile_for_gpu(kernels.recur_kernel, DELTA=False, CHANNELS=False)
+assert compile_for_gpu(kernels.gated_norm_kernel)
+assert compile_for_gpu(kernels.recur_kernel, DELTA=False, CHANNELS=False, GATES=False)
 for kernel in (kernels.recur_kernel, kernels.compose_kernel):
     assert compile_for_gpu(kernel, DELTA=True, CHANNELS=False)
 """

@@ -90,6 +90,42 @@ def test_recurrences_are_their_equations(kind: str) -> None:
     assert isinstance(inputs, RecurrentInputs)
 
 
+@pytest.mark.parametrize("chains", [2, 3])
+def test_a_recurrence_computes_its_gates(chains: int) -> None:
+    from ragcache.attention.triton.recurrent_launch import RecurrentKernels, SlotPool
+
+    found = []
+    rate, offset = torch.randn(HEADS), 5 * torch.randn(HEADS) - 9
+    projected = torch.randn(1, ROWS, 2 * HEADS + 3)
+    step, decay = projected[..., :HEADS], 8 * projected[..., HEADS : 2 * HEADS]
+    query, key = torch.randn(2, 1, ROWS, GROUPS, KEY_DIM)
+    value = torch.randn(1, ROWS, HEADS, VALUE_DIM)
+    computed = -rate.exp() * torch.nn.functional.softplus(decay + offset), step.sigmoid()
+    for inputs, gates in (((decay, step), (rate, offset)), (computed, None)):
+        pool, tables = placed(delta=True)
+        assert isinstance(pool, SlotPool)
+        assert isinstance(tables, TableViews)
+        out = RecurrentKernels(pool).recur(
+            *(tables, "mixed", chains, LAYER, query, key, value, *inputs),
+            delta=True,
+            scale=0.3,
+            gates=gates,
+        )
+        assert pool.states is not None
+        found.append((out[:, : CHAINS[chains - 1][1]], pool.states))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
+def test_norms_behind_recurrences_have_gates() -> None:
+    from ragcache.attention.triton.operator import normalize_gated as expected
+    from ragcache.attention.triton.recurrent_launch import normalize_gated
+
+    rows, weight = torch.randn(1, ROWS, 6, VALUE_DIM), torch.randn(VALUE_DIM)
+    gate = torch.randn(1, ROWS, 6 * VALUE_DIM + 5)[..., 5:].unflatten(-1, (6, VALUE_DIM))
+    found = normalize_gated(rows, gate, weight, 1e-6)
+    torch.testing.assert_close(found, expected(rows, gate, weight, 1e-6), **CLOSE)
+
+
 def read_by(query: Tensor, state: Tensor, *, delta: bool) -> Tensor:
     """Outputs [heads, dv] of a state for queries [groups, dk]."""
     query = query.repeat_interleave(HEADS // GROUPS, 0)
