@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from ragcache.models.experts import FEW_PAIRS, from_experts, to_experts
-from ragcache.models.routers import choose_experts, multiply_exactly
+from ragcache.models.experts import FEW_PAIRS, from_experts, only_live_rows, to_experts
+from ragcache.models.routers import choose_experts, multiply_exactly, multiply_joined
 
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
@@ -58,7 +59,43 @@ def test_routers_choose_and_multiply_as_pytorch(rows: int, experts: int, chosen:
     expected = hidden.double() @ weight.double().t()
     assert scores.dtype == torch.float32
     assert (scores.double() - expected).norm() <= 1e-6 * expected.norm()
-    values, places = choose_experts(scores, chosen)
+    values, places = choose_experts(scores, chosen, False)
     wanted = scores.topk(chosen)
     assert torch.equal(values, wanted.values)
     assert torch.equal(places, wanted.indices)
+    values, places = choose_experts(scores, chosen, True)
+    torch.testing.assert_close(values, scores.softmax(-1).gather(1, places))
+    torch.testing.assert_close(values, scores.softmax(-1).topk(chosen).values)
+
+
+@pytest.mark.parametrize("live", [0, 3, 24, 32])
+def test_padding_has_no_experts(live: int) -> None:
+    hidden = torch.randn(32, SIZE, device="cuda").bfloat16()
+    up = torch.randn(EXPERTS, SIZE, 2 * WIDTH, device="cuda").bfloat16() / 16
+    down = torch.randn(EXPERTS, WIDTH, SIZE, device="cuda").bfloat16() / 16
+    experts = torch.rand(32, EXPERTS, device="cuda").topk(CHOSEN).indices
+    expected = from_experts(*_up(hidden, up, experts, down))
+    hidden[live:] = torch.nan
+    with only_live_rows(torch.tensor([live], dtype=torch.int32, device="cuda")):
+        found = from_experts(*_up(hidden, up, experts, down))
+    assert torch.equal(found[: live * CHOSEN], expected[: live * CHOSEN])
+    assert not found[live * CHOSEN :].any()
+
+
+def _up(hidden: Tensor, up: Tensor, experts: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+    found, order = to_experts(hidden, up, experts, True)
+    return found, down, experts, order
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_small_products_are_one(joined: bool) -> None:
+    sizes = 512, 64, 1
+    whole = torch.randn(584, SIZE, device="cuda").bfloat16()
+    weights = list(whole[: sum(sizes)].split(sizes))
+    if not joined:
+        weights = [each.clone() for each in weights]
+    rows = torch.randn(33, SIZE, device="cuda").bfloat16()
+    found = multiply_joined(rows, weights)
+    expected = rows.double() @ whole[: sum(sizes)].double().t()
+    assert found.shape == (33, 584)
+    assert (found[:, : sum(sizes)].double() - expected).norm() <= 4e-3 * expected.norm()

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, fx
 from transformers import AutoConfig
 
+from ragcache.models import wrap_causal
 from ragcache.models.checkpoint import text_class
 from ragcache.models.experts import IMPLEMENTATION, use_expert_kernels
 from ragcache.models.families import family_of
-from ragcache.models.routers import rewriting
+from ragcache.models.projections import merge_projections
+from ragcache.models.routers import join_routers, rewriting
 from ragcache.models.trial import tiny_config
 from ragcache.models.trial import tiny_model as random_model
 from tests.interpreted import interpreted
+from tests.tiny_hybrids import tiny_hybrid
 from tests.tiny_models import LATENT, tiny_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -139,3 +142,29 @@ def test_routers_are_rewritten_with_equal_results(family: str) -> None:
     targets = [str(node.target) for node in graphs[0].graph.nodes]
     assert "ragcache.choose_experts.default" in targets
     assert ("ragcache.multiply_exactly.default" in targets) == (family == "deepseek_v2")
+
+
+@torch.inference_mode()
+def test_small_products_of_a_mixture_are_one() -> None:
+    """Those of a router, a shared expert and its gate."""
+    model = tiny_hybrid("qwen3_5_moe_text").bfloat16()
+    causal = wrap_causal(model)
+    causal.fingerprint = "random"
+    merge_projections(causal)
+    [mixture, *_] = [each for each in model.modules() if type(each).__name__.endswith("MoeBlock")]
+    hidden = torch.randn(1, 9, _width(model)).bfloat16()
+    expected, graphs = mixture(hidden), list[fx.GraphModule]()
+
+    def keep(graph: fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    assert join_routers(model) == len(causal.model.model.layers)
+    assert torch.equal(mixture(hidden), expected)
+    use_expert_kernels(model)
+    found = torch.compile(mixture, backend=rewriting(keep), fullgraph=True)(hidden)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-3)
+    targets = [str(node.target) for node in graphs[0].graph.nodes]
+    assert targets.count("ragcache.multiply_joined.default") == 1
+    [joined] = [n for n in graphs[0].graph.nodes if "joined" in str(n.target)]
+    assert len(joined.args[1]) == 3
