@@ -76,9 +76,7 @@ class _HybridStep(StepAttention):
         assert self.recurrent is not None
         inputs = query, key, value, decay, step
         states = self.tables.views, self.kind, self.chains
-        return self.recurrent.recur(
-            *states, layer, *inputs, delta=delta, scale=scale, gates=gates
-        )
+        return self.recurrent.recur(*states, layer, *inputs, delta=delta, scale=scale, gates=gates)
 
 
 @dataclass(frozen=True, slots=True)

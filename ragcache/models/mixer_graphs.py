@@ -15,23 +15,18 @@ import torch
 from torch import fx
 
 Pattern = str | tuple[Any, ...]
-"""A name for what stands there, or an operation and the patterns of its first arguments."""
+"""A name for any node, or an operation and the patterns of its first arguments."""
 
+_RATE = ("neg", ("exp", ("float", "rate")))
 _GATES = (
-    ("float", ("mul", ("neg", ("exp", ("float", "rate"))),
-               ("softplus", ("add", ("float", "decay"), "offset")))),
+    ("float", ("mul", _RATE, ("softplus", ("add", ("float", "decay"), "offset")))),
     ("float", ("sigmoid", "step")),
-)  # fmt: skip
+)
 """Decay and step, as arguments of a recurrence."""
 
-_EVEN = ("to", ("reshape", ("to", "rows")))
-_NORM = (
-    "to",
-    ("mul",
-     ("mul", "weight",
-      ("to", ("mul", _EVEN, ("rsqrt", ("add", ("mean", ("pow", _EVEN)), "eps"))))),
-     ("silu", ("to", ("reshape", "gate")))),
-)  # fmt: skip
+_ROWS = ("to", ("reshape", ("to", "rows")))
+_EVEN = ("mul", _ROWS, ("rsqrt", ("add", ("mean", ("pow", _ROWS)), "eps")))
+_NORM = ("mul", ("mul", "weight", ("to", _EVEN)), ("silu", ("to", ("reshape", "gate"))))
 """A norm whose result is multiplied by SiLU of a gate."""
 
 
@@ -56,7 +51,7 @@ def _take_gates(recur: Any) -> None:
 def _join_norm(graph: fx.Graph, recur: Any) -> None:
     for node in _behind(recur, depth=12):
         found: dict[str, Any] = {}
-        if not _matches(node, _NORM, found) or found["rows"] is not recur:
+        if not _matches(node, ("to", _NORM), found) or found["rows"] is not recur:
             continue
         gate = found["gate"]
         if _shape(gate) != _shape(recur) or node.args[1] != gate.meta["example_value"].dtype:
@@ -85,7 +80,7 @@ def _shape(node: Any) -> list[Any]:
 
 
 def _matches(node: Any, pattern: Pattern, found: dict[str, Any]) -> bool:
-    """Tell whether a node is what a pattern says. The same name stands for the same node."""
+    """Tell whether a pattern matches a node. The same name stands for the same node."""
     if isinstance(pattern, str):
         return found.setdefault(pattern, node) is node
     if not isinstance(node, fx.Node) or _name(node) != pattern[0]:

@@ -13,6 +13,7 @@ the three.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from operator import getitem
 from typing import Any
 
@@ -108,7 +109,7 @@ def rewrite_routers(graph: fx.GraphModule) -> None:
 
 
 def _join_products(graph: fx.Graph) -> None:
-    """Make one product of those of the same rows."""
+    """Join products of the same rows."""
     by_rows: dict[fx.Node, list[Any]] = {}
     for node in graph.nodes:
         rows = _rows_of(node)
@@ -141,15 +142,19 @@ def _rows_of(node: Any) -> fx.Node | None:
 
 
 def _join_some(graph: fx.Graph, products: Sequence[Any]) -> None:
-    """Replace products by columns of one, in front of the first."""
+    """Replace products by columns of one, in front of the first, if their weights are joined."""
     rows, weights = _rows_of(products[0]), [each.args[1] for each in products]
-    order = sorted(range(len(weights)), key=lambda n: -weights[n].meta["example_value"].shape[0])
+    found = [each.meta["example_value"] for each in weights]
+    order = sorted(range(len(weights)), key=lambda n: int(found[n].storage_offset()))
+    ends = [0, *accumulate(found[n].numel() for n in order)]
+    if any(found[n].storage_offset() != end for n, end in zip(order, ends, strict=False)):
+        return
     with graph.inserting_before(products[0]):
         operator = torch.ops.ragcache.multiply_joined.default
         whole = graph.call_function(operator, (rows, [weights[n] for n in order]))
         begin = 0
         for n in order:
-            end = begin + weights[n].meta["example_value"].shape[0]
+            end = begin + found[n].shape[0]
             columns = (slice(None), slice(begin, end))
             part = graph.call_function(getitem, (whole, columns))
             part.meta["example_value"] = products[n].meta["example_value"]

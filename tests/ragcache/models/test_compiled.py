@@ -137,6 +137,10 @@ def test_hybrids_have_a_graph_for_each_kind_of_layer(family: str) -> None:
     graphs = Graphs()
     prepare_for_device(causal, graphs)
     assert len(graphs) == 2 + (2 if deeper else 1), "the rotary embedding and the last norm, too"
+    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert targets.count("ragcache.normalize_gated.default") == bool(deeper)
+    [recur] = [n for g in graphs for n in g.graph.nodes if "ragcache.recur" in str(n.target)]
+    assert len(recur.args) == (11 if deeper else 9), "Gated DeltaNet computes its gates"
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def test_routers_are_rewritten_with_equal_results(family: str) -> None:
 
 @torch.inference_mode()
 def test_small_products_of_a_mixture_are_one() -> None:
-    """Those of a router, a shared expert and its gate."""
+    """A router, a shared expert and its gate are one product."""
     model = tiny_hybrid("qwen3_5_moe_text").bfloat16()
     causal = wrap_causal(model)
     causal.fingerprint = "random"

@@ -18,7 +18,8 @@ from ragcache.attention.triton import recurrent_kernels as kernels
 
 TYPES = {
     "*fp32": ("decay", "step", "out", "states", "state", "floats", "rows"),
-    "*bf16": ("gate", "rate", "offset", "query", "key", "value", "inputs", "weight", "bias", "windows", "maps"),
+    "*bf16": ("query", "key", "value", "inputs", "weight", "bias", "windows", "maps",
+              "gate", "rate", "offset"),
     "*i32": ("chain", "row_chain", "keep"),
     "*i64": ("places",),
     "fp32": ("scale", "eps"),
