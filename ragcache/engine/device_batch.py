@@ -25,8 +25,8 @@ from ragcache.attention.triton.plan import (
     HeadLayout,
     ItemShape,
     KVBase,
+    Square,
     build_plan,
-    with_squares,
 )
 from ragcache.attention.triton.tables import AttentionTables, StepArrays
 from ragcache.engine.batch import Ints, ScheduledChunk
@@ -186,9 +186,7 @@ class DevicePlanner:
             reads, hidden_from = self._segments.reads(rows.placed)
             tails = self._blocks.reads(rows, reads)
             plan = build_plan(reads, pool=self._pool_base, **options | self._shape(tails))
-            spans = [(each.first_row, each.end_row) for each in rows.placed if each.square]
-            if spans:
-                plan = with_squares(plan, spans, tables.capacity)
+            plan.squares = [Square(e.first_row, e.end_row) for e in rows.placed if e.square]
             return plan, tails, hidden_from
         arrays, hidden_from = self._segments.arrays(rows)
         if self.gapless:

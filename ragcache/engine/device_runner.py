@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, pairwise
 
 import numpy as np
 import torch
@@ -260,9 +260,12 @@ class DeviceModelRunner:
             if self._cuts and bucket.rows <= ROWS_BY_LAYER:
                 bucket.by_layer = self._capture(bucket, by_layer=True)
         most = self._eager_tables.capacity.rows
-        self._compute("mixed", self._eager_tables, most, MOST_LOGITS)
         if self._square_rows:
             prepare_squares(self._heads, self.model.dtype, self.device, most)
+            sizes = pairwise((0, self._square_rows, most))  # of few rows, and of many
+            self._step.squares = [Square(*each) for each in sizes]
+        self._compute("mixed", self._eager_tables, most, MOST_LOGITS)
+        self._step.squares = ()
         logger.info("warmed up in %.1f s", time.perf_counter() - begin)
 
     def _plan(self, chunks: Sequence[ScheduledChunk], decoding: DecodeBatch) -> DeviceLaunch:

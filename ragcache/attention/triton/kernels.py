@@ -320,18 +320,19 @@ def _base2(s, scale, SOFTCAP: tl.constexpr):
     return s
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def merge_kernel(
-    out, lse, row_ptr, row_entries, tail_out, tail_lse, sinks, merged,
+    out, lse, row_ptr, row_entries, tail_out, tail_lse, sinks, merged, first,
     HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TAIL: tl.constexpr, SINKS: tl.constexpr,
     ENTRIES: tl.constexpr, HEADS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Sums the partial results of a row's entries: merged [T, Hq, D], zeros for a row of none.
+    """Sums the partial results of each row's entries, from the row `first` on: merged [T, Hq, D],
+    zeros for a row of none.
 
-    TAIL: each row has one more, tail_out [T, Hq, D] and tail_lse [T, Hq]. SINKS: sinks [Hq] are
-    scores of one more key per head, whose value is zero.
+    TAIL: each of these rows has one more, tail_out [rows, Hq, D] and tail_lse [rows, Hq]. SINKS:
+    sinks [Hq] are scores of one more key per head, whose value is zero.
     """
-    row = tl.program_id(0)
+    row = tl.program_id(0) + first
     head = tl.program_id(1) * HEADS
     begin = tl.load(row_ptr + row)
     end = tl.load(row_ptr + row + 1)
@@ -346,10 +347,11 @@ def merge_kernel(
     place = row.to(tl.int64) * HQ + h
     inside = (h < HQ)[:, None] & (d < D)[None, :]
     if TAIL:
-        score = tl.load(tail_lse + place, mask=h < HQ, other=float("-inf")) * LOG2E
+        own = tl.program_id(0).to(tl.int64) * HQ + h
+        score = tl.load(tail_lse + own, mask=h < HQ, other=float("-inf")) * LOG2E
         top = tl.maximum(score, top)
         weight = tl.math.exp2(score - top)
-        acc = tl.load(tail_out + place[:, None] * D + d[None, :], mask=inside, other=0.0)
+        acc = tl.load(tail_out + own[:, None] * D + d[None, :], mask=inside, other=0.0)
         acc = acc.to(tl.float32) * weight[:, None]
     acc, top, weight = _add_partials(
         acc, top, weight, out, lse, row_entries, begin, end, head, HQ,

@@ -156,4 +156,4 @@ class LatentKernels(TritonKernels):
             **self.latent_tail_constants(layer, config),
             **self._options(config.warps, config.stages),
         )
-        self._merge(tables, rows, out, sinks, tail)
+        self._merge(tables, slice(0, rows), out, sinks, tail)

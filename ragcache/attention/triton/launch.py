@@ -233,12 +233,14 @@ class TritonKernels:
         if kind == "mixed":
             self._write(tables, rows, layer, key, value)
             self._partial(tables, kind, layer, query, scale)
-            for first, end, entry in squares:
-                here, place = slice(first, end), slice(entry, entry + end - first)
+            begin = 0
+            for first, end in squares:
+                here = slice(first, end)
                 own = attend_square(query[:, here], key[:, here], value[:, here], scale)
-                self.out[place].copy_(own[0].transpose(0, 1))
-                self.lse[place].copy_(own[1].transpose(0, 1))
-            self._merge(tables, rows, out, sinks)
+                self._merge(tables, slice(begin, first), out, sinks)
+                self._merge(tables, here, out, sinks, own)
+                begin = end
+            self._merge(tables, slice(begin, rows), out, sinks)
         else:
             self._partial(tables, kind, layer, query, scale)
             self._tail(tables, rows, layer, query, key, value, scale, out, sinks)
@@ -311,17 +313,21 @@ class TritonKernels:
     def _merge(
         self,
         tables: TableViews,
-        rows: int,
+        rows: slice,
         out: Tensor,
         sinks: Tensor | None,
         tail: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        config, heads = self._choose_merge(rows), self.heads.num_kv_heads * self.heads.group
+        """Adds the partial results of some rows, and those of a tail: [rows, Hq, D], [rows, Hq]."""
+        count = rows.stop - rows.start
+        if not count:
+            return
+        config, heads = self._choose_merge(count), self.heads.num_kv_heads * self.heads.group
         dim = self.heads.value_dim
-        merge_kernel[rows, triton.cdiv(heads, config.heads)](
+        merge_kernel[count, triton.cdiv(heads, config.heads)](
             *(self.out, self.lse, tables.row_ptr, tables.row_entries),
             *(tail or (self.out, self.lse)),
-            *(self.lse if sinks is None else sinks, out),
+            *(self.lse if sinks is None else sinks, out, rows.start),
             HQ=heads,
             D=dim,
             DP=padded(dim),

@@ -12,7 +12,7 @@ are (D, 1). A plan holds its addresses only: whoever plans a step keeps the tens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
@@ -165,12 +165,11 @@ class KVRead:
 
 
 class Square(NamedTuple):
-    """New tokens that read each other by a product of their own (`attend_square`)."""
+    """Rows of new tokens that read each other by a product of their own (`attend_square`). No item
+    has its partial results."""
 
     first_row: int
     end_row: int
-    entry: int
-    """Entry of the first row's partial result. The others follow."""
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +187,7 @@ class AttentionPlan:
     row_ptr: Int32s
     row_entries: Int64s
     squares: Sequence[Square] = ()
-    """Squares, whose entries no item has."""
+    """Squares, ascending."""
 
     @property
     def entries(self) -> int:
@@ -259,38 +258,6 @@ def entries_by_row(row: Int32s, rows: int) -> Int64s:
     """The section `row_entries`: entries in the order of their rows."""
     # stable sorting of 16 bits is a radix sort
     return (row.astype(np.uint16) if rows < 2**16 else row).argsort(kind="stable")
-
-
-def with_squares(
-    plan: AttentionPlan, spans: Sequence[tuple[int, int]], capacity: TableCapacity
-) -> AttentionPlan:
-    """Add an entry for each row of some squares.
-
-    Args:
-        plan: A plan in which the rows of the squares do not read each other.
-        spans: First and end row of each square.
-        capacity: The room of the tables.
-
-    Raises:
-        TableOverflow: There is no room for the entries.
-    """
-    squares, entry = list[Square](), plan.entries
-    for first, end in spans:
-        squares.append(Square(first, end, entry))
-        entry += end - first
-    capacity.check_room(plan.rows, len(plan.bases), len(plan.items), entry)
-    new = np.zeros((4, entry - plan.entries), dtype=np.int32)
-    new[0] = np.concatenate([np.arange(first, end) for first, end in spans])
-    fields = np.concatenate([plan.entry_fields, new], axis=1)
-    row_ptr = np.zeros(plan.rows + 1, dtype=np.int32)
-    np.cumsum(np.bincount(fields[0], minlength=plan.rows), out=row_ptr[1:])
-    return replace(
-        plan,
-        entry_fields=fields,
-        row_ptr=row_ptr,
-        row_entries=entries_by_row(fields[0], plan.rows),
-        squares=squares,
-    )
 
 
 class Bases:

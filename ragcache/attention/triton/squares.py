@@ -36,7 +36,8 @@ def attend_square(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tu
         scale: Of the scores.
 
     Returns:
-        Weighted values [Hq, T, D], and natural logarithms of the denominators [Hq, T], float32.
+        Weighted values [T, Hq, D], and natural logarithms of the denominators [T, Hq], float32.
+        Both are contiguous.
     """
     heads, rows, _ = query.shape
     if not query.is_cuda:
@@ -45,7 +46,8 @@ def attend_square(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tu
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, True, False, scale=scale
     )
-    return out[0, :, :rows], lse.reshape(heads, -1)[:, :rows]
+    lse = lse.reshape(heads, -1)[:, :rows]
+    return out[0, :, :rows].transpose(0, 1).contiguous(), lse.T.contiguous()
 
 
 def _by_rows(states: Tensor) -> Tensor:
@@ -64,7 +66,8 @@ def _by_definition(
     scores = scale * query.float() @ keys.transpose(1, 2)
     hidden = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
     scores.masked_fill_(hidden, -torch.inf)
-    return (scores.softmax(-1) @ values).to(query.dtype), scores.logsumexp(-1)
+    out = (scores.softmax(-1) @ values).to(query.dtype)
+    return out.transpose(0, 1).contiguous(), scores.logsumexp(-1).T.contiguous()
 
 
 def prepare_squares(
