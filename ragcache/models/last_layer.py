@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ragcache.attention import AttentionBackend, AttentionMetadata
-from ragcache.attention.triton.operator import OperatorMetadata
+from ragcache.attention.triton.operator import OperatorMetadata, attend
 from ragcache.models.hf_patch import SegmentCache, step_in_context
 
 
@@ -109,11 +110,29 @@ class _FirstPass:
 
     def attend(self, _: Any, layer: int, *states: Tensor, **options: Any) -> Tensor:
         """See `AttentionBackend.attend`. Raises `Attended`."""
+        if isinstance(self.metadata, OperatorMetadata):
+            raise Attended(self._attend_through_operator(layer, *states, **options))
         if not len(self.rows):
             raise Attended(None)
-        assert isinstance(self.metadata, AttentionMetadata)
         metadata, layer = self.metadata.of_layer(layer)
         raise Attended(self.backend.attend(metadata, layer, *states, **options)[self.rows])
+
+    def _attend_through_operator(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor | None:
+        """Attends in any case: the operator writes the states."""
+        assert isinstance(self.metadata, OperatorMetadata)
+        states = query[None], key[None], value[None]
+        number = torch.tensor(layer, device="cpu")
+        out: Tensor = attend(*states, number, scale, self.metadata.handle, sinks)
+        return out[0, self.rows] if len(self.rows) else None
 
 
 class _SecondPass:

@@ -352,7 +352,8 @@ class CausalLM:
         from ragcache.models.last_layer import Attended, divide_layer
 
         rows = batch.last_rows
-        known = not isinstance(batch.metadata, OperatorMetadata)
+        # latents that go through operators have values of their own, which segments do not hold
+        known = not (self.latent and isinstance(batch.metadata, OperatorMetadata))
         if rows is not None and known and (last := self._last_layer) is not None:
             divide_layer(last)
             cache.rows = rows

@@ -58,6 +58,8 @@ class DeviceRankLM(CausalLM):
         collectives: Joint computations with the other ranks.
     """
 
+    whole_layers = True  # ranks add up parts of all rows
+
     def __init__(
         self, shard: Any, sizes: WholeSizes, key_heads: slice, collectives: Collectives
     ) -> None:

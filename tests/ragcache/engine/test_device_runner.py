@@ -278,6 +278,33 @@ def test_answers_through_windows_are_those_of_the_definition(family: str) -> Non
 
 
 @pytest.mark.slow
+def test_the_last_layer_computes_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind compiled layers, in steps that no graph has: two rows of a prompt, and of an encoding
+    none."""
+    from ragcache.engine import device_runner as module
+    from ragcache.models.last_layer import LastLayer, layer_list
+
+    causal = causal_of("llama")
+    expected_states = states_by(RaggedModelRunner(causal), causal)
+    last = layer_list(causal.model, causal.depth)[-1]
+    rows = list[int]()
+    last.mlp.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    small = dataclasses.replace(module.GRAPH_CAPACITY, rows=2)
+    runner = device_runner(causal)
+    monkeypatch.setattr(module, "GRAPH_CAPACITY", small)
+    rows.clear()
+    assert_same_states(states_by(runner, causal), expected_states)
+    assert isinstance(last.forward, LastLayer)
+    answers = []
+    for each in (RaggedModelRunner(causal), runner):
+        core = SteppedCore(each, EngineConfig(2**19, running=4))
+        rows.clear()
+        answers.append(core.run(request_over(expected_states, (1, 0, 2, 2, 0, 1), 3)))
+    assert rows[0] == 2, "the rest are steps of one row"
+    assert_same_answers(*answers)
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager_layers")
 def test_long_new_texts_attend_to_themselves_as_squares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks in a pool and in memory of their own, behind documents and behind earlier chunks."""
