@@ -249,6 +249,46 @@ def test_nothing_is_compiled_after_a_warm_up(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_rows_of_long_steps_leave_the_last_layer(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt and an encoding, in eager steps with squares and in steps of graphs. Nothing is
+    compiled for them after a warm-up."""
+    import triton
+
+    from ragcache.models.last_layer import LastLayer, layer_list
+
+    def long_model(device: str, dtype: torch.dtype) -> CausalLM:
+        return wrap(tiny_model("llama", max_position_embeddings=8192).to(device, dtype))
+
+    compiled: list[str] = []
+
+    def note(**known: Any) -> bool:
+        compiled.append(known["repr"])
+        return False
+
+    cpu, gpu = long_model("cpu", torch.float32), long_model("cuda", dtype)
+    jobs = [EncodeJob(random_tokens(n, seed=n), 0) for n in (1100, 3000)]
+    requests = [plain_request(tokens) for tokens in (1200, 3100)]
+    expected, answers = [*encode(cpu, jobs)], complete(cpu, requests)
+    with LLMEngine(gpu, config(pool_bytes=2**26, warm_up=True)) as engine:
+        engine.submit_request(plain_request(2)).result()  # once it is warm
+        monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+        found = [*engine.encode(jobs)]
+        outputs = [engine.submit_request(each).result() for each in requests]
+        layers = layer_list(gpu.model, gpu.depth)
+        assert layers is not None
+        assert isinstance(layers[-1].forward, LastLayer)
+        close = 1e-3 if dtype == torch.float32 else 0.1
+        for ours, theirs in zip(found, expected, strict=True):
+            for states, others in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                apart = (states.cpu().float() - others).norm() / others.norm()
+                assert float(apart) < close
+    assert_same_answers(outputs, answers, close)
+    assert compiled == []
+
+
 def plain_request(tokens: int) -> Request:
     """A question of so many tokens, without documents."""
     positions = tuple(range(tokens))
