@@ -318,7 +318,7 @@ class TritonKernels:
         sinks: Tensor | None,
         tail: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Adds the partial results of some rows, and those of a tail: [rows, Hq, D], [rows, Hq]."""
+        """Adds the partial results of some rows, and a tail: [rows, Hq, D] and [rows, Hq]."""
         count = rows.stop - rows.start
         if not count:
             return
