@@ -333,8 +333,6 @@ class DeviceModelRunner:
             if launch.bucket is not None:
                 rows, wanted = launch.bucket.rows, launch.bucket.logit_rows
             rows = max(rows, FEWEST_ROWS)
-            if wanted:  # the last norm is compiled for so many rows
-                wanted = max(wanted, FEWEST_ROWS)
             self._step.arrivals, self._step.squares = launch.arrivals, launch.squares
             try:
                 logits = self._compute(launch.batch.kind, launch.tables, rows, wanted)

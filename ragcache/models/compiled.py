@@ -154,9 +154,10 @@ def through_operator(*args: Any, **kwargs: Any) -> bool:
     )
 
 
-def in_inference(*_args: Any, **_kwargs: Any) -> bool:
-    """Whether a module is called by `CausalLM.forward`, rather than by others in training."""
-    return torch.is_inference_mode_enabled()
+def in_inference(rows: Tensor, *_args: Any, **_kwargs: Any) -> bool:
+    """Whether a module is called by `CausalLM.forward`, rather than by others in training, for as
+    many rows [1, T, ...] as graphs are compiled for."""
+    return torch.is_inference_mode_enabled() and rows.shape[1] >= FEWEST_ROWS
 
 
 def _install(causal: CausalLM, backend: Backend) -> None:
@@ -223,4 +224,5 @@ def _try_step(causal: CausalLM, rows: int) -> None:
     zeros = torch.zeros(rows, dtype=torch.int64, device=causal.device)
     positions = torch.arange(rows, device=causal.device)
     metadata = OperatorMetadata(register_step(step), causal.softcap)
-    causal.forward(ForwardBatch(zeros, positions, zeros[:1], metadata))
+    # logits of all rows, so that the last norm is compiled for several
+    causal.forward(ForwardBatch(zeros, positions, positions, metadata))

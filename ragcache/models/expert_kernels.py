@@ -146,7 +146,7 @@ def sort_kernel(
     experts, order, pairs, live, PADDED: tl.constexpr, PER: tl.constexpr, S: tl.constexpr
 ):
     """The pairs by their experts, order [pairs]; an expert a program. S: room for pairs. See
-    `expert_product_kernel` for padding, which comes nowhere."""
+    `expert_product_kernel` for padding, which stays at the end."""
     expert = tl.program_id(0)
     s = tl.arange(0, S)
     chosen = pairs
@@ -157,11 +157,14 @@ def sort_kernel(
     before = tl.sum(((of >= 0) & (of < expert)).to(tl.int32), 0)
     rank = tl.cumsum(its.to(tl.int32), 0) - 1
     tl.store(order + before + rank, s.to(tl.int64), mask=its)
+    if PADDED:
+        if expert == 0:
+            tl.store(order + s, s.to(tl.int64), mask=(s >= chosen) & (s < pairs))
 
 
 def sort_pairs(experts: Tensor, count: int, live: Tensor | None = None) -> Tensor:
     """Return the pairs of `experts` [T, k] by their experts, of which there are `count`:
-    [T * k]. Of the rows, only the first `live` [1] count; the rest of the order is not defined."""
+    [T * k]. Of the rows, only the first `live` [1] count; pairs of the others stay at the end."""
     order, pairs = torch.empty_like(experts).flatten(), experts.numel()
     sort_kernel[count,](
         *(experts, order, pairs, experts if live is None else live),

@@ -280,7 +280,7 @@ def test_few_rows_of_long_steps_leave_the_last_layer(
         layers = layer_list(gpu.model, gpu.depth)
         assert layers is not None
         assert isinstance(layers[-1].forward, LastLayer)
-        close = 1e-3 if dtype == torch.float32 else 0.1
+        close = 1e-3 if dtype == torch.float32 else 0.2  # of keys without the change, too: 0.14
         for ours, theirs in zip(found, expected, strict=True):
             for states, others in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
                 apart = (states.cpu().float() - others).norm() / others.norm()
