@@ -141,7 +141,7 @@ class Family:
     """Name of the recurrent layers that its models may have beside attention."""
     whole_layers: bool = False
     """Whether the last layer must compute all rows too, because the code around it counts them
-    (docs/internals/adr/0118)."""
+    (docs/internals/adr/0116)."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
     """Configuration values of the tiny model of the trial, if the values derived from the model do
     not fit. A function gets the tiny configuration."""

@@ -3,7 +3,7 @@
 Nothing reads the output of the last layer but the head. A prompt wants the logits of its last row,
 and the encoding of a module none at all, so that most of the layer would be computed for nothing.
 Its forward is therefore called twice: up to the attention over all rows, which writes their states,
-and again over the wanted rows, whose attention is known (docs/internals/adr/0118).
+and again over the wanted rows, whose attention is known (docs/internals/adr/0116).
 """
 
 from __future__ import annotations

@@ -100,6 +100,7 @@ def test_padding_has_no_experts(live: int) -> None:
     hidden[live:] = torch.nan
     order = sort_pairs(experts, 6, count)
     assert torch.equal(order[: live * 3], experts[:live].flatten().argsort(stable=True))
+    assert order[live * 3 :].tolist() == [*range(live * 3, experts.numel())]
     found = multiply_few(hidden, up, experts, order, live=count, gated=True)
     found = multiply_few(found, down, experts, order, live=count, back=True)
     torch.testing.assert_close(found[: live * 3], expected[: live * 3], **CLOSE)
