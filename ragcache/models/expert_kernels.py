@@ -157,9 +157,8 @@ def sort_kernel(
     before = tl.sum(((of >= 0) & (of < expert)).to(tl.int32), 0)
     rank = tl.cumsum(its.to(tl.int32), 0) - 1
     tl.store(order + before + rank, s.to(tl.int64), mask=its)
-    if PADDED:
-        if expert == 0:
-            tl.store(order + s, s.to(tl.int64), mask=(s >= chosen) & (s < pairs))
+    if PADDED and expert == 0:
+        tl.store(order + s, s.to(tl.int64), mask=(s >= chosen) & (s < pairs))
 
 
 def sort_pairs(experts: Tensor, count: int, live: Tensor | None = None) -> Tensor:
