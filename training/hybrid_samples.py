@@ -2,11 +2,13 @@
 
     python3 training/hybrid_samples.py --data DATA --tokenizer ragcache/reader --out training/build/hybrid
 
-The material is the reader's (`corpus.py`). Every module has exactly `MODULE_TOKENS` tokens, so that
-a recurrent layer reads a batch without padding. Writes shards `training-K-NNNNN.npz` of contexts with
-K modules, and `evaluation.npz`. Arrays of a shard of N contexts, int16:
+The material is the reader's (`corpus.py`), or with `--recall` pairs of words that are tokens of the
+reader ("harbour: lantern."), whose questions name the first. Every module has exactly
+`--module-tokens` tokens, so that a recurrent layer reads a batch without padding. Writes shards
+`training-K-NNNNN.npz` of contexts with K modules, and `evaluation.npz`. Arrays of a shard of N
+contexts, int16:
 
-    modules [N, K, MODULE_TOKENS]   tokens
+    modules [N, K, M]   tokens
     questions, kinds [N, Q, QUESTION_TOKENS]   tokens; 0 padding, 2 question, 3 answer
     asked [N, Q]   number of the module that answers, -1 without a question
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -29,7 +32,7 @@ from samples import Builder, answer_tokens, only_naming
 from special_tokens import END
 from templates import Filled
 
-MODULE_TOKENS, QUESTION_TOKENS = 128, 48
+QUESTION_TOKENS = 48
 COUNTS = (1, 2, 1, 4, 2, 3, 6, 8)
 """Modules of a context in training, one shard after the other: short ones are learned first."""
 EVALUATED = (1, 2, 4, 8)
@@ -49,12 +52,19 @@ def question_count(modules: int) -> int:
 class ContextBuilder:
     """Draws contexts and tokenizes them."""
 
-    def __init__(self, builder: Builder) -> None:
+    def __init__(self, builder: Builder, module_tokens: int, recall: bool = False) -> None:
         self.builder, self.tokenizer = builder, builder.tokenizer
+        self._size, self.recall = module_tokens, recall
         self._end = self.tokenizer.token_to_id(END)
+        spaced = (token[1:] for token in sorted(self.tokenizer.get_vocab()) if token[0] == "Ġ")
+        words = [word for word in spaced if re.fullmatch("[a-z]{5,}", word)]
+        random.Random(0).shuffle(words)
+        self._keys, self._values = words[:64], words[64:96]
 
     def training(self, count: int, rng: random.Random) -> Arrays:
         """A context of any kind."""
+        if self.recall:
+            return self.pairs(count, rng)
         if rng.random() < _ALIKE_SHARE:
             return self.alike(count, rng)
         names = list(_WEIGHTS)
@@ -74,12 +84,24 @@ class ContextBuilder:
         drawn = iter(only_naming(draw_entries(rng, 8 * count)))
         return self.of(lambda _: next(drawn), count, rng)
 
+    def pairs(self, count: int, rng: random.Random) -> Arrays:
+        """Pairs of words. No two of a context have the same first word."""
+        keys = iter(rng.sample(self._keys, len(self._keys)))
+        size = -(-self._size // 4)  # a pair has four tokens
+
+        def draw(rng: random.Random) -> Section:
+            found = [(next(keys), value) for value in rng.sample(self._values, size)]
+            text = "\n" + "".join(f" {key}: {value}." for key, value in found)  # one paragraph
+            return Filled("", text, tuple(found))
+
+        return self.of(draw, count, rng)
+
     def _filled(self, draw: Draw, rng: random.Random) -> Section:
         """Sections, until they have the tokens of a module."""
         sections = [draw(rng)]
         while True:
             module = self.builder.module(sections, rng)
-            if len(self.tokenizer.encode(module.text).ids) >= MODULE_TOKENS:
+            if len(self.tokenizer.encode(module.text).ids) >= self._size:
                 return module
             sections.append(draw(rng))
 
@@ -87,9 +109,9 @@ class ContextBuilder:
         rows, asked = [], []
         for number, module in enumerate(modules):
             encoded = self.tokenizer.encode(module.text)
-            rows.append(encoded.ids[:MODULE_TOKENS])
+            rows.append(encoded.ids[: self._size])
             for question, answer in module.questions:
-                run = answer_tokens(encoded, module.text, answer, MODULE_TOKENS)
+                run = answer_tokens(encoded, module.text, answer, self._size)
                 head = self.tokenizer.encode(f"Question: {question}<|assistant|>").ids
                 if run and len(head) + len(run) < QUESTION_TOKENS:
                     asked.append((number, head, [*run, self._end]))
@@ -115,6 +137,8 @@ def stacked(contexts: list[Arrays]) -> Arrays:
 
 def evaluation_sets(builder: ContextBuilder, data: Path, size: int) -> dict[str, Arrays]:
     """Contexts of each source by `SOURCE-K`: none of their texts is in training."""
+    if builder.recall:
+        return {f"recall-{k}": _drawn(builder.pairs, k, size) for k in EVALUATED}
     corpus = builder.builder.corpus
     passages = squad_passages(data / "xquad.en.json")
     sources: dict[str, Callable[[int, random.Random], Arrays]] = {
@@ -124,10 +148,12 @@ def evaluation_sets(builder: ContextBuilder, data: Path, size: int) -> dict[str,
         "xquad": lambda k, rng: builder.of(lambda r: _passage(passages, r), k, rng),
     }
     return {
-        f"{name}-{k}": stacked([make(k, random.Random(7000 + n)) for n in range(size)])
-        for name, make in sources.items()
-        for k in EVALUATED
+        f"{name}-{k}": _drawn(make, k, size) for name, make in sources.items() for k in EVALUATED
     }
+
+
+def _drawn(make: Callable[[int, random.Random], Arrays], modules: int, size: int) -> Arrays:
+    return stacked([make(modules, random.Random(7000 + n)) for n in range(size)])
 
 
 def _passage(passages: list, rng: random.Random) -> Section:  # noqa: ANN001
@@ -164,7 +190,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
     corpus = load_corpus(arguments.training, arguments.data)
-    builder = ContextBuilder(Builder(corpus, tokenizer, 0))
+    builder = ContextBuilder(Builder(corpus, tokenizer, 0), arguments.module_tokens, arguments.recall)
     fork = get_context("fork")  # the corpus is shared, not copied
     out, workers = arguments.out, arguments.workers
     jobs = [fork.Process(target=write_evaluation, args=(builder, arguments.data, out, arguments.evaluated))]
@@ -189,6 +215,8 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--training", type=Path, default=Path(__file__).parent, help="of paragraphs/ and labels/")
     parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parent.parent / "ragcache" / "reader")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--recall", action="store_true", help="pairs of words, in at most 32 tokens")
+    parser.add_argument("--module-tokens", type=int, default=128)
     parser.add_argument("--shards", type=int, default=3000)
     parser.add_argument("--evaluated", type=int, default=96, help="contexts of each source and count")
     parser.add_argument("--minutes", type=float, default=60, help="stop after so many, at any count")

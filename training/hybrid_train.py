@@ -179,7 +179,7 @@ def initial_model(arguments: argparse.Namespace, vocabulary: int, preamble: Tens
     """A model of random weights, or one with the weights of a reader."""
     attention = arguments.attention_layers
     if arguments.start_from is None:
-        config = config_of(vocabulary, arguments.hidden, arguments.layers, attention=attention)
+        config = config_of(vocabulary, arguments.hidden, arguments.layers, arguments.heads, attention)
         return new_model(config, arguments.seed)
     with np.load(min(arguments.contexts.glob("training-*.npz"))) as rows:
         modules = torch.from_numpy(rows["modules"][:8].astype(np.int64)).flatten()
@@ -243,6 +243,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=0, help="stop after so many, whatever the time")
     parser.add_argument("--hidden", type=int, default=320)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--attention-layers", type=int, nargs="+", help="every fourth by default")
     parser.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
     parser.add_argument("--evaluated", type=int, default=96, help="contexts of each set, 0 to 96")

@@ -1,8 +1,9 @@
-"""The hybrid toy's evaluation through the engine agrees with the forward that trains it, and the
-reader's attention stays what it was."""
+"""The hybrid toy: its evaluation through the engine agrees with the forward that trains it, its
+words are asked of the right module, and the reader's attention stays what it was."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 import torch
 from hybrid_evaluate import WAYS, marks_of, summary
 from hybrid_model import Pieces, config_of, forward, model_of_reader, new_model
+from hybrid_samples import ContextBuilder
 from hybrid_train import training_batches
 from model import Reader, Shape
+from samples import Builder
 from tokenizers import Tokenizer
 
 from ragcache.engine import EncodeJob, EngineConfig, LLMEngine
@@ -89,6 +92,20 @@ def test_a_summary_pairs_contexts() -> None:
     assert order["cost_interval"] == {"low": 1, "high": 1}
     assert order["kl_interval"] == {"low": 0.5, "high": 1.5}
     assert (order["questions"], order["contexts"]) == (2, 2)
+
+
+def test_words_are_asked_of_the_module_that_has_them(corpus: Any) -> None:
+    tokenizer = Tokenizer.from_file(str(READER / "tokenizer.json"))
+    builder = ContextBuilder(Builder(corpus, tokenizer, 0), 32, recall=True)
+    context = builder.training(4, random.Random(3))
+    assert context["modules"].shape == (4, 32)
+    texts = [tokenizer.decode(row.tolist()) for row in context["modules"]]
+    for module, row, kind in zip(
+        *(context[name] for name in ("asked", "questions", "kinds")), strict=True
+    ):
+        key = tokenizer.decode(row[kind == 2].tolist()).removeprefix("Question:")
+        value = tokenizer.decode(row[kind == 3].tolist())
+        assert [f"{key}:{value}" in text for text in texts].index(True) == module
 
 
 @pytest.mark.slow  # reads the embedded reader
