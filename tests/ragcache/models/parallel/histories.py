@@ -86,6 +86,7 @@ class _Documents:
         self, causal: CausalLM, states: list[KVStates], runner: ModelRunner | None
     ) -> None:
         ranks, device = causal.copies, causal.device
+        self._device = device
         bytes_of_all = 2**20 + sum(each.nbytes for each in states)  # at least, with all heads
         self.tier: MemoryTier
         if runner is None:
@@ -107,6 +108,8 @@ class _Documents:
 
     def take(self, numbers: list[int]) -> list[StoredStates] | None:
         """States of documents in the tier, if it has room for all of them."""
+        if self._device.type == "cuda":  # which places are free in one piece depends on its speed
+            torch.cuda.synchronize(self._device)
         taken = []
         for number in numbers:
             key = KVKey(str(number))
