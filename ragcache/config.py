@@ -61,10 +61,15 @@ def check_instruction(instruction: str | None) -> None:
         raise ConfigurationError("the instruction holds half of a character (a lone surrogate)")
 
 
-def check_priming(text: str | None) -> None:
-    """Raise `ConfigurationError` for a priming text that is blank, too long or no valid text."""
+def check_priming(text: str | None, *, similar: bool = False) -> None:
+    """Raise `ConfigurationError` for a priming text that is blank, too long or no valid text.
+
+    similar: Whether similar modules take its place, so that none may be given.
+    """
     if text is None:
         return
+    if similar:
+        raise ConfigurationError("give a priming text or similar modules, not both")
     if not text.strip() or len(text) > MAX_PRIMING:
         raise ConfigurationError(
             f"the priming text has {len(text.strip()):,} characters; give 1 to {MAX_PRIMING:,}, or "

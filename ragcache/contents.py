@@ -147,11 +147,20 @@ class Collections:
         self._namespace.catalog.settings.set_instruction(collection, instruction)
 
     def priming(self, collection: str) -> str:
-        """Return the text that the collection's modules in later places are encoded behind."""
+        """Return the text that the collection's modules in later places are encoded behind.
+
+        Where `similar_priming` holds, only modules without a similar one are encoded behind it.
+        """
         own = self._namespace.catalog.version(collection).priming
         return PRIMING_TEXT if own is None else own
 
-    def set_priming(self, collection: str, text: str | None) -> None:
+    def similar_priming(self, collection: str) -> bool:
+        """Return whether modules are encoded behind the most similar other module."""
+        return self._namespace.catalog.version(collection).similar
+
+    def set_priming(
+        self, collection: str, text: str | None = None, *, similar: bool = False
+    ) -> None:
         """Set the text that a collection's modules are encoded behind, for mode `primed`.
 
         Modules after the first of a prompt are read from states that were encoded behind the
@@ -161,23 +170,32 @@ class Collections:
         Text like the collection's own may suit it better than the built-in one, which is about
         anything. Measure it with `ragcache eval`.
 
+        With `similar`, each module is encoded behind the module of the collection that is most
+        similar to it, of another document if there is one, and behind the built-in text if there is
+        none. The choice is made once. When that module's document is deleted or replaced, the
+        states behind it are removed, and another module is chosen.
+
         Args:
             collection: The collection.
             text: The text, such as a document of the collection: about 300 tokens, at most 20,000
                 characters. None restores the built-in text.
+            similar: Whether similar modules take the place of a text.
 
         Raises:
-            ConfigurationError: The text is blank, too long or no valid text.
+            ConfigurationError: The text is blank, too long or no valid text, or is given with
+                `similar`.
 
         Example:
             >>> minutes = "Minutes. Present: Ida and Jon. The boats are painted in May."
             >>> rag.collections.set_priming("handbook", minutes)
+            >>> rag.collections.set_priming("handbook", similar=True)
             >>> rag.collections.set_priming("handbook", None)
         """
-        check_priming(text)
+        check_priming(text, similar=similar)
         shared = self._namespace.shared
         shared.store.ledger.flush()  # rows of states that were made just now
-        shared.store.discard(self._namespace.catalog.settings.set_priming(collection, text))
+        settings = self._namespace.catalog.settings
+        shared.store.discard(settings.set_priming(collection, text, similar=similar))
 
     def description(self, collection: str) -> str:
         """Return the description of a collection, or an empty text."""

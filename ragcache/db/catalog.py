@@ -33,6 +33,7 @@ from ragcache.db.documents import (
     insert_rows,
     modules_of,
     move_rows,
+    states_behind,
 )
 from ragcache.db.jobs import RunningJob
 from ragcache.db.references import freed_states, retire
@@ -81,6 +82,7 @@ _VERSION = (
         CollectionTable.instruction,
         CollectionTable.priming,
         CollectionTable.calibrations,
+        CollectionTable.similar,
     )
     .join(NamespaceTable)
     .where(
@@ -102,6 +104,8 @@ class CollectionContents:
     description: str
     scaffolds: Mapping[KVKey, Sequence[str]]
     """Names of modules that were encoded together, by the key of their joint states."""
+    similar: bool
+    """As in `CollectionVersion`."""
 
 
 class Catalog:
@@ -245,6 +249,7 @@ class Catalog:
                 **contents.texts._asdict(),
                 "calibrations": contents.calibrations,
                 "description": contents.description,
+                "similar": contents.similar,
             }
             session.execute(changed.values(settings))
             placed: list[KVKey] = []
@@ -437,12 +442,34 @@ class Catalog:
         with self._database.transaction() as session:
             insert_for_module(session, TokenTable, module_id, **values)
 
-    def add_key(self, module_id: int, key: KVKey) -> None:
-        """Record that states belong to a module."""
+    def add_key(self, module_id: int, key: KVKey, behind: int | None = None) -> None:
+        """Record that states belong to a module, unless it was deleted.
+
+        Args:
+            module_id: Id of the module.
+            key: Key of the states.
+            behind: Id of the other module that the states were encoded behind. Nothing is recorded
+                if this module was deleted.
+        """
         with self._database.transaction() as session:
             lock_summaries(session)
-            insert_for_module(session, EncodingTable, module_id, key=key)
+            if behind is not None:
+                there = select(ModuleTable.id).where(ModuleTable.id == behind)
+                if session.scalar(there.with_for_update(read=True)) is None:
+                    return
+            insert_for_module(session, EncodingTable, module_id, key=key, behind_id=behind)
             sum_up(session, [key])
+
+    def companions(self, module_ids: Sequence[int]) -> dict[int, int]:
+        """Return by id the other module that states of each module were encoded behind.
+
+        Modules without such states are left out.
+        """
+        rows = select(EncodingTable.module_id, func.min(EncodingTable.behind_id).label("behind"))
+        chosen = rows.where(EncodingTable.behind_id.is_not(None)).group_by(EncodingTable.module_id)
+        with self._database.reading() as session:
+            found = rows_of(session, chosen, EncodingTable.module_id, module_ids)
+            return {row.module_id: row.behind for row in found}
 
     def keys(
         self,
@@ -543,6 +570,7 @@ class Catalog:
             known = set(session.scalars(rows))
             names = sorted(known if source_ids is None else known.intersection(source_ids))
             modules, keys = modules_of(session, owner, names)
+            keys += [key for _, key in states_behind(session, modules)]
             scaffolds = scaffolds_of(session, owner, modules)
             keys += [row.key for row in scaffolds]
             freed = freed_states(session, keys, modules, {row.id for row in scaffolds})

@@ -34,19 +34,27 @@ class CollectionSettings:
         """Change the instruction of a collection's prompts."""
         self._set(collection, instruction=instruction)
 
-    def set_priming(self, collection: str, priming: str | None) -> list[KVKey]:
+    def set_priming(
+        self, collection: str, priming: str | None, *, similar: bool = False
+    ) -> list[KVKey]:
         """Change the text that a collection's modules in later places are encoded behind.
 
         States behind the earlier text leave their modules. Returns keys as
         `Catalog.replace_documents` does.
+
+        Args:
+            collection: The collection.
+            priming: The text. Defaults to the built-in text.
+            similar: Each module follows the most similar other module, where there is one.
         """
         with self._database.transaction() as session:
             owner = collection_id(session, collection, self._namespace)
             changed = update(CollectionTable).where(CollectionTable.id == owner)
-            session.execute(changed.values(priming=priming))
+            session.execute(changed.values(priming=priming, similar=similar))
             behind = select(StateTable.key).where(StateTable.mode == AFTER_OTHER_TEXT)
             modules = from_modules(ModuleTable.id).where(DocumentTable.collection_id == owner)
-            primed = EncodingTable.module_id.in_(modules) & EncodingTable.key.in_(behind)
+            later = EncodingTable.key.in_(behind) | EncodingTable.behind_id.is_not(None)
+            primed = EncodingTable.module_id.in_(modules) & later
             keys = list(session.scalars(select(EncodingTable.key).where(primed)))
             if keys:
                 lock_summaries(session)

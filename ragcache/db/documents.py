@@ -5,7 +5,7 @@ The functions run in the transaction of a `Catalog`. `owner` is the id of a coll
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,8 +15,9 @@ from sqlalchemy.orm import Session
 
 from ragcache.db.schemas import delete_scaffolds
 from ragcache.db.sql import chunks, rows_of
-from ragcache.db.summaries import insert_summaries, rename_summaries
+from ragcache.db.summaries import insert_summaries, lock_summaries, rename_summaries, sum_up
 from ragcache.db.tables import (
+    CollectionTable,
     DocumentTable,
     DocumentTextTable,
     EncodingTable,
@@ -55,6 +56,8 @@ class CollectionVersion(NamedTuple):
     """As in `CollectionTexts`."""
     calibrations: str | None = None
     """Calibrations of its answers, as `ragcache.answers.confidence` writes them."""
+    similar: bool = False
+    """Whether modules in later places see the most similar other module before them."""
 
     @property
     def texts(self) -> CollectionTexts:
@@ -283,11 +286,28 @@ def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> l
 
 def delete_rows(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
     """Delete documents of a collection. Returns the keys of states that belonged to them."""
+    similar = select(CollectionTable.similar).where(CollectionTable.id == owner)
+    if session.scalar(similar):  # no states come behind them now; others lock in this order, too
+        lock_summaries(session)
     modules, found = modules_of(session, owner, source_ids)
+    behind = states_behind(session, modules)
     own = delete(DocumentTable).where(DocumentTable.collection_id == owner)
     for chunk in chunks(source_ids):
         session.execute(own.where(DocumentTable.source_id.in_(chunk)))
+    for gone in chunks(modules if behind else ()):
+        session.execute(delete(EncodingTable).where(EncodingTable.behind_id.in_(gone)))
+    for changed in chunks({module for module, _ in behind}):
+        left = select(EncodingTable.key).where(EncodingTable.module_id.in_(changed))
+        sum_up(session, map(KVKey, session.scalars(left)))
+    found += [key for _, key in behind]
     return found + delete_scaffolds(session, owner, modules)
+
+
+def states_behind(session: Session, modules: Iterable[int]) -> list[tuple[int, KVKey]]:
+    """Return the owner and the key of states that were encoded behind these modules."""
+    rows = select(EncodingTable.module_id, EncodingTable.key)
+    found = rows_of(session, rows, EncodingTable.behind_id, sorted(modules))
+    return [(row.module_id, row.key) for row in found]
 
 
 def modules_of(

@@ -124,6 +124,8 @@ class CollectionRow:
     modules: int
     own_priming: bool
     """Whether modules in later places are encoded behind a text of the collection's own."""
+    similar_priming: bool
+    """Whether they are encoded behind the most similar other module, where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,7 @@ def collection_page(
             _count(DocumentTable).where(inside).scalar_subquery(),
             _count(ModuleTable).join(DocumentTable).where(inside).scalar_subquery(),
             CollectionTable.priming.is_not(None),
+            CollectionTable.similar,
         )
         .join(NamespaceTable)
         .where(NamespaceTable.name == namespace)

@@ -156,15 +156,18 @@ def _owned(
     modules: Set[int] = frozenset(),
     scaffolds: Set[int] = frozenset(),
 ) -> set[KVKey]:
-    """Return the keys that have an owner besides these modules and scaffolds."""
+    """Return the keys that have an owner besides these modules and scaffolds.
+
+    A module does not own states that go with another one of the modules (`behind_id`).
+    """
     owned: set[KVKey] = set()
     leaving = {
-        EncodingTable: (EncodingTable.module_id, modules),
-        ScaffoldTable: (ScaffoldTable.id, scaffolds),
+        EncodingTable: (EncodingTable.module_id, EncodingTable.behind_id, modules),
+        ScaffoldTable: (ScaffoldTable.id, literal(-1), scaffolds),
     }
     for table in OWNERS:
-        column, gone = leaving.get(table, (literal(-1), frozenset()))
-        rows = session.execute(select(table.key, column).where(table.key.in_(keys)))
-        owned |= {key for key, number in rows if number not in gone}
+        *columns, gone = leaving.get(table, (literal(-1), literal(-1), frozenset()))
+        rows = session.execute(select(table.key, *columns).where(table.key.in_(keys)))
+        owned |= {key for key, *numbers in rows if gone.isdisjoint(numbers)}
     roots = (StateTable.mode == ROOT_MODE) & StateTable.key.in_(keys)
     return owned | set(session.scalars(select(StateTable.key).where(roots)))

@@ -69,6 +69,8 @@ class CollectionTable(Base):
     """Instruction before the documents in prompts. Defaults to the folder's instruction."""
     priming: Mapped[str | None]
     """Text that modules in later places see when they are encoded. Defaults to the built-in one."""
+    similar: Mapped[bool] = mapped_column(default=False)
+    """Whether they see the most similar other module instead, where there is one."""
     calibrations: Mapped[str | None]
     """Calibrations of answers by model, as JSON."""
     description: Mapped[str] = mapped_column(default="")
@@ -239,9 +241,19 @@ class EncodingTable(Base):
     """The states that belong to a module."""
 
     __tablename__ = "encodings"
-    __table_args__ = ({"sqlite_with_rowid": False},)
+    __table_args__ = (
+        Index(
+            "encodings_behind",
+            "behind_id",
+            sqlite_where=text("behind_id IS NOT NULL"),
+            postgresql_where=text("behind_id IS NOT NULL"),
+        ),
+        {"sqlite_with_rowid": False},
+    )
     module_id: Mapped[int] = mapped_column(owned_by("modules"), primary_key=True)
     key: Mapped[KVKey] = mapped_column(primary_key=True, index=True)
+    behind_id: Mapped[int | None]
+    """Id of the similar module that the states were encoded behind, and are deleted with."""
 
 
 class SchemaTable(Base):

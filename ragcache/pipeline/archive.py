@@ -36,7 +36,7 @@ from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates
 from ragcache.states.serialization import mapped_states, read_blob
 
-VERSION = 3
+VERSION = 4
 """Version of the archive's own layout."""
 MANIFEST, INDEX = "manifest.json", "index.json"
 _BLOCK = 512
@@ -118,6 +118,9 @@ class Manifest(_Record):
     instruction: str
     priming: str
     """Text that modules in later places were encoded behind."""
+    similar: bool
+    """Whether they were encoded behind similar modules. The archive then lacks these states: each
+    folder chooses for itself."""
     embedder: str | None
     """Name of the embedder of the modules' vectors."""
     calibrations: str | None

@@ -21,6 +21,7 @@ from ragcache.modes import ReuseMode
 from ragcache.params import SearchParams
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate, template_kwargs
+from ragcache.pipeline.companions import Companions
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds
 from ragcache.pipeline.prompt import (
     AskedQuestion,
@@ -44,6 +45,7 @@ class AskPipeline:
     tokens: ModuleTokens
     retriever: Retriever
     scaffolds: Scaffolds
+    companions: Companions
     today: Callable[[], date] = date.today
 
     def prepare_prompts(
@@ -116,7 +118,7 @@ class AskPipeline:
             states = ModuleStates(
                 encoder,
                 self.catalog,
-                tuple(layout.groups),
+                self.companions.place(question.collection, selection.version, layout.groups),
                 self.scaffolds,
                 question.collection,
             )

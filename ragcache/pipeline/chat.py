@@ -32,6 +32,7 @@ from ragcache.pipeline.chat_template import (
     check_messages,
     find_mark,
 )
+from ragcache.pipeline.companions import Companions
 from ragcache.pipeline.history import HistoryReads
 from ragcache.pipeline.keeper import Keeper
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens
@@ -150,6 +151,7 @@ class ChatPipeline:
     tokens: ModuleTokens
     retriever: Retriever
     observed: ObservedModules
+    companions: Companions
     history: HistoryReads | None = None
     """Places at which chats have read observed modules. Without it every module is read."""
     turns: PreparationTurns = field(default_factory=PreparationTurns)
@@ -223,7 +225,10 @@ class ChatPipeline:
             read_as = _searched_first(chat.selection.hits, read_as)
         states = None
         if layout.spans:
-            states = ModuleStates(encoder, self.catalog, tuple(layout.groups))
+            kept = tuple(layout.groups)
+            if chat.selection is not None:
+                kept = self.companions.place(question.collection, chat.selection.version, kept)
+            states = ModuleStates(encoder, self.catalog, kept)
         citations = tuple((Citation.of(hit), group) for hit, group in read_as)
         return replace(
             layout.prompt(),

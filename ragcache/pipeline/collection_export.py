@@ -82,6 +82,8 @@ class CollectionExporter:
     namespace: Namespace
     collection: str
     report: Report = no_report
+    _encodings: tuple[Encoding, ...] = ENCODINGS
+    """Encodings whose states the archive gets."""
     _counted: dict[str, int] = field(default_factory=dict)
     _keys: dict[KVKey, None] = field(default_factory=dict)
     _tokens: dict[str, Sequence[int]] = field(default_factory=dict)
@@ -110,6 +112,8 @@ class CollectionExporter:
         catalog, collection = self.namespace.catalog, self.collection
         version = catalog.version(collection)
         encoder = self.namespace.encoder_of(collection)
+        if version.similar:  # which modules they were encoded behind is known here alone
+            self._encodings = tuple(each for each in ENCODINGS if each != AFTER_OTHER_TEXT)
         names = list(catalog.documents(collection))
         scaffolds = self._scaffolds()
         yield text_entry(MANIFEST, self._manifest(encoder, len(names), scaffolds))
@@ -143,6 +147,7 @@ class CollectionExporter:
             module_schema=write_schema(generated_schema(self.collection, encoder.frame, _SLOTS)),
             instruction=encoder.frame.instruction,
             priming=encoder.priming,
+            similar=version.similar,
             embedder=None if shared.embedder is None else embedder_name(shared.embedder),
             calibrations=version.calibrations,
             description=self.namespace.catalog.settings.description(self.collection),
@@ -212,12 +217,14 @@ class CollectionExporter:
             raise self._changed()
         tokens = dict(zip(names, self.namespace.ask.tokens.of(rows), strict=True))
         self._tokens |= {name: tokens[name] for name in members & tokens.keys()}
-        keys = {name: [encoder.key(ids, e) for e in ENCODINGS] for name, ids in tokens.items()}
+        keys = {
+            name: [encoder.key(ids, e) for e in self._encodings] for name, ids in tokens.items()
+        }
         stored = set(self._stored([*chain.from_iterable(keys.values())]))
         vectors = self._vectors([row.id for row in rows])
         found: dict[str, list[ArchivedModule]] = {name: [] for name in counts}
         for row in rows:
-            pairs = zip(ENCODINGS, keys[row.name], strict=True)
+            pairs = zip(self._encodings, keys[row.name], strict=True)
             held = {encoding: key for encoding, key in pairs if key in stored}
             self._keys |= dict.fromkeys(held.values())
             self._counted["modules"] += 1

@@ -428,6 +428,7 @@ class CollectionImporter:
             self._manifest.calibrations,
             self._manifest.description,
             contents.scaffolds,
+            self._manifest.similar,
         )
         freed = namespace.catalog.fill_collection(self.collection, new, job, replaces=self.replaces)
         shared.store.discard(freed)

@@ -72,6 +72,15 @@ when they are encoded. A change of it changes their keys (docs/internals/adr, 67
 """
 
 
+class Companion(NamedTuple):
+    """The module of a collection that another one is encoded behind, in place of a priming text."""
+
+    module: int
+    """Id of the module."""
+    token_ids: tuple[int, ...]
+    """Its first tokens."""
+
+
 def portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
     """Yield the items in order, at most `PORTION` at a time."""
     for start in range(0, len(items), PORTION):
@@ -154,7 +163,11 @@ class Surroundings:
         return tuple(self.model.encode_untrusted(self.text))
 
     def place(
-        self, length: int, encoding: Encoding, start: int | None = None
+        self,
+        length: int,
+        encoding: Encoding,
+        start: int | None = None,
+        priming: tuple[int, ...] | None = None,
     ) -> tuple[tuple[int, ...], int]:
         """Return the tokens that a module sees, from position 0 on, and the module's own position.
 
@@ -164,11 +177,13 @@ class Surroundings:
             length: Number of tokens of the module.
             encoding: How the module is encoded.
             start: Position of a module that cannot move. Others follow the tokens that they see.
+            priming: Tokens in place of the priming text.
         """
         before = () if encoding == WITHOUT_CONTEXT else self.preamble
         if encoding == AFTER_OTHER_TEXT:
             end = self.model.causal.window - length if start is None else start
-            before += self.priming[: max(0, end - len(before))]
+            seen = self.priming if priming is None else priming
+            before += seen[: max(0, end - len(before))]
         return before, max(len(before), len(self.preamble)) if start is None else start
 
 
@@ -184,6 +199,8 @@ class _WantedModule(NamedTuple):
     """Tokens that the module sees."""
     root: KVKey | None
     """Key of the states of these tokens."""
+    shares_root: bool
+    """Whether other modules are encoded behind the same tokens, so that their states are kept."""
 
 
 @dataclass(eq=False)
@@ -247,6 +264,7 @@ class ModuleEncoder(StateEncoder):
         token_ids: Sequence[int],
         encoding: Encoding = AFTER_PREAMBLE,
         start: int | None = None,
+        behind: Companion | None = None,
     ) -> KVKey:
         """Return the key of a module's states.
 
@@ -255,17 +273,19 @@ class ModuleEncoder(StateEncoder):
             encoding: How the states are encoded.
             start: Position of the first token. Defaults to the position after the tokens that the
                 module sees.
+            behind: The module that it sees in place of the priming text.
         """
-        return self._wanted(tuple(token_ids), encoding, start).key
+        return self._wanted(tuple(token_ids), encoding, start, behind and behind.token_ids).key
 
     def keys(
         self,
         modules: Sequence[Sequence[int]],
         encodings: Encoding | Sequence[Encoding] = AFTER_PREAMBLE,
         starts: Sequence[int] | None = None,
+        behind: Sequence[Companion | None] | None = None,
     ) -> list[KVKey]:
         """Return the keys that `lease` leases: of the preamble, and of each module."""
-        wanted = self._all_wanted(modules, encodings, starts)
+        wanted = self._all_wanted(modules, encodings, starts, behind)
         return [self.preamble_key, *(each.key for each in wanted)]
 
     def request_of(self, length: int, encoding: Encoding) -> LeaseRequest:
@@ -281,6 +301,7 @@ class ModuleEncoder(StateEncoder):
         origin: Origin = "question",
         starts: Sequence[int] | None = None,
         patience: float = math.inf,
+        behind: Sequence[Companion | None] | None = None,
     ) -> Lease:
         """Lease the states of the preamble and of each module. Encodes missing ones.
 
@@ -291,13 +312,14 @@ class ModuleEncoder(StateEncoder):
             starts: Positions of the modules in the prompt, which matter for models whose states
                 cannot move. Defaults to one module after the other, after the preamble.
             patience: Seconds to wait for room while other leases fill the first tier.
+            behind: The module that each one sees in place of the priming text, if any.
 
         Raises:
             DeadlineExceeded: The patience has ended.
             StoreError: The states cannot be stored. Never raised for questions, which are answered
                 from states in memory.
         """
-        wanted = self._all_wanted(modules, encodings, starts)
+        wanted = self._all_wanted(modules, encodings, starts, behind)
         keys = [self.preamble_key, *(each.key for each in wanted)]
         if origin == "question":
             if known := self._lease_known(keys, wanted, patience):
@@ -329,9 +351,10 @@ class ModuleEncoder(StateEncoder):
         modules: Sequence[Sequence[int]],
         encodings: Encoding | Sequence[Encoding],
         starts: Sequence[int] | None = None,
+        behind: Sequence[Companion | None] | None = None,
     ) -> None:
         """Start to bring the states of a coming lease to memory. Returns at once."""
-        wanted = self._all_wanted(modules, encodings, starts)
+        wanted = self._all_wanted(modules, encodings, starts, behind)
         self.store.prefetch([self.preamble_key, *(each.key for each in wanted)])
 
     def _lease_root(self, token_ids: Sequence[int], origin: Origin, patience: float) -> Lease:
@@ -354,10 +377,11 @@ class ModuleEncoder(StateEncoder):
         """Add modules to a lease that are encoded behind the same tokens. Encodes missing ones.
 
         A prompt does not read these tokens, unless they are its preamble. They are leased only
-        while modules are encoded.
+        while modules are encoded. If they are another module's, their states are kept nowhere: no
+        other module needs them.
         """
-        _, _, encoding, _, before, own_root = wanted[0]
-        root = own_root or self.preamble_key
+        first = wanted[0]
+        encoding, before, root = first.encoding, first.before, first.root or self.preamble_key
         lengths = {each.key: len(each.token_ids) for each in wanted}
         request = self._request(origin, encoding, lengths, root)
         lease.extend([each.key for each in wanted], request)
@@ -365,13 +389,16 @@ class ModuleEncoder(StateEncoder):
             return
         with ExitStack() as roots:
             segment = None
-            if before:
+            if before and first.shares_root:
                 other = root not in lease.found
                 # does not wait: other leases may wait for this one
                 held = (
                     roots.enter_context(self._lease_root(before, origin, 0.0)) if other else lease
                 )
                 segment = Segment(held.found[root], 0)
+            elif before:
+                [states] = self.encode([EncodeJob(before)])
+                segment = Segment(states, 0)
             jobs = {each.key: EncodeJob(each.token_ids, each.start, segment) for each in wanted}
             self._encode_missing(lease, jobs)
 
@@ -392,24 +419,32 @@ class ModuleEncoder(StateEncoder):
         return self.preamble_key if preamble else self._state_key(token_ids, "root", 0)
 
     def _make_wanted(
-        self, token_ids: tuple[int, ...], encoding: Encoding, start: int | None
+        self,
+        token_ids: tuple[int, ...],
+        encoding: Encoding,
+        start: int | None,
+        priming: tuple[int, ...] | None,
     ) -> _WantedModule:
-        before, at = self.surroundings.place(len(token_ids), encoding, start)
+        before, at = self.surroundings.place(len(token_ids), encoding, start, priming)
         root = self._root_key(before) if before else None
         key = self._state_key(token_ids, encoding, at, root)
-        return _WantedModule(key, token_ids, encoding, at, before, root)
+        shared = priming is None or encoding != AFTER_OTHER_TEXT
+        return _WantedModule(key, token_ids, encoding, at, before, root, shared)
 
     def _all_wanted(
         self,
         modules: Sequence[Sequence[int]],
         encodings: Encoding | Sequence[Encoding],
         starts: Sequence[int] | None,
+        behind: Sequence[Companion | None] | None = None,
     ) -> list[_WantedModule]:
-        each = [encodings] * len(modules) if isinstance(encodings, str) else encodings
+        number = len(modules)
+        each = [encodings] * number if isinstance(encodings, str) else encodings
         placed = self._starts(modules, starts)
+        every = zip(modules, each, placed, behind or [None] * number, strict=True)
         return [
-            self._wanted(tuple(token_ids), encoding, start)
-            for token_ids, encoding, start in zip(modules, each, placed, strict=True)
+            self._wanted(tuple(token_ids), encoding, start, other and other.token_ids)
+            for token_ids, encoding, start, other in every
         ]
 
     def fits_at(self, start: int, length: int, encoding: Encoding | None) -> bool:

@@ -23,7 +23,8 @@ from ragcache.db import (
     module_page,
 )
 from ragcache.errors import ConfigurationError
-from ragcache.modes import ReuseMode
+from ragcache.modes import AFTER_OTHER_TEXT, ReuseMode
+from ragcache.pipeline.companions import Companions
 from ragcache.pipeline.conversations import Conversations
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
 from ragcache.pipeline.observed import ObservedModules
@@ -64,6 +65,8 @@ class Modules:
     """States of chats: their sizes, and their deletion."""
     default_mode: ReuseMode
     """Mode of questions that name none."""
+    companions: Companions
+    """Similar modules that modules in later places are encoded behind."""
 
     def page(
         self,
@@ -160,9 +163,16 @@ class Modules:
             and (names is None or row.name in names)
         ]
         tokens = self.tokens.of(rows)
-        encoder = self.encoder.with_texts(self.catalog.collection_texts(collection))
-        placed = list(product(encodings, zip(tokens, rows, strict=True)))
-        wanted = {encoder.key(ids, encoding): row for encoding, (ids, row) in placed}
+        version = self.catalog.version(collection)
+        encoder = self.encoder.with_texts(version.texts)
+        later = rows if AFTER_OTHER_TEXT in encodings else ()
+        found = self.companions.find(collection, version, [row.id for row in later])
+        behind = [found.get(row.id) for row in rows]
+        wanted = {
+            encoder.key(ids, encoding, behind=other): (row.id, encoding, other)
+            for encoding in encodings
+            for ids, row, other in zip(tokens, rows, behind, strict=True)
+        }
         first = self.store.memory.top.name
         done = admin.move(self.store, list(wanted), first, dry_run=True)
         missing = self.store.memory.unknown(wanted)
@@ -170,10 +180,15 @@ class Modules:
         if dry_run:
             return done
         for key in missing:
-            self.catalog.add_key(wanted[key].id, key)
-        for encoding, part in product(encodings, portions(tokens)):
-            with encoder.lease(part, encoding, "warm"):
+            number, encoding, other = wanted[key]
+            primed = other is not None and encoding == AFTER_OTHER_TEXT
+            self.catalog.add_key(number, key, other.module if other and primed else None)
+        for encoding, part in product(encodings, portions([*zip(tokens, behind, strict=True)])):
+            every, others = zip(*part, strict=True)
+            with encoder.lease(every, encoding, "warm", behind=others):
                 pass
+        if version.similar:  # documents may have been deleted meanwhile
+            self.store.retire(missing)
         return done
 
     def pin(

@@ -37,6 +37,7 @@ from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.ask import AskPipeline
 from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer, PreparationTurns
 from ragcache.pipeline.chat_template import ChatTemplate
+from ragcache.pipeline.companions import Companions
 from ragcache.pipeline.conversations import Conversations
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.history import HistoryReads
@@ -326,8 +327,16 @@ class Namespace:
         in_context = InContextTokenizer(template)
         observed = _observed_modules(shared, encoder, name)
         conversations = _conversations(shared, encoder, name)
+        companions = Companions(catalog, tokens, retriever.indexes)
         modules = Modules(
-            catalog, store, encoder, tokens, observed, conversations, shared.default_mode
+            catalog,
+            store,
+            encoder,
+            tokens,
+            observed,
+            conversations,
+            shared.default_mode,
+            companions,
         )
         pins = Pins(modules, store, StoredObjects(database, name))
         return cls(
@@ -335,7 +344,7 @@ class Namespace:
             shared,
             catalog,
             ingestor,
-            AskPipeline(catalog, encoder, template, tokens, retriever, scaffolds),
+            AskPipeline(catalog, encoder, template, tokens, retriever, scaffolds, companions),
             PmlPipeline(SchemaTexts(database, name), scopes, template),
             ChatPipeline(
                 template,
@@ -346,6 +355,7 @@ class Namespace:
                 tokens,
                 retriever,
                 observed,
+                companions,
                 HistoryReads(conversations),
                 shared.preparing,
             ),

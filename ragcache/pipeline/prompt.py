@@ -13,7 +13,7 @@ from ragcache.engine import Context, Segment
 from ragcache.modes import AFTER_PREAMBLE, EXACT, ROOTED, Compose, Encoding, ReuseMode
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.keeper import Keeper
-from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
+from ragcache.pipeline.module_states import Companion, ModuleEncoder, Scaffolds
 from ragcache.retrieval import Selection
 from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates
@@ -32,6 +32,8 @@ class ModuleGroup:
     """Position of the first token in the prompt."""
     encoding: Encoding = AFTER_PREAMBLE
     """How the states are encoded."""
+    behind: Companion | None = None
+    """The module that stands in for the priming text in front of it."""
 
 
 class PlacedStates(NamedTuple):
@@ -159,23 +161,30 @@ class ModuleStates:
         self.encoder.prefetch(*self._placed())
 
     def lease(self, patience: float = math.inf) -> Lease:
-        modules, encodings, starts = self._placed()
-        return self.encoder.lease(modules, encodings, starts=starts, patience=patience)
+        modules, encodings, starts, behind = self._placed()
+        return self.encoder.lease(
+            modules, encodings, starts=starts, patience=patience, behind=behind
+        )
 
     def record_owners(self, lease: Lease) -> None:
         for group, key in zip(self.groups, lease.keys, strict=True):
             if len(group.modules) > 1 and self.scaffolds is not None:
                 self.scaffolds.keep(self.collection, group.modules, key)
             elif group.modules and lease.source[key] == "encoded":
-                self.catalog.add_key(group.modules[0], key)
+                self.catalog.add_key(group.modules[0], key, group.behind and group.behind.module)
+                if group.behind is not None:  # that module may be deleted by now
+                    self.encoder.store.retire([key])
 
-    def _placed(self) -> tuple[list[tuple[int, ...]], list[Encoding], list[int]]:
-        """Return the tokens, the encoding and the position of each group of modules."""
+    def _placed(
+        self,
+    ) -> tuple[list[tuple[int, ...]], list[Encoding], list[int], list[Companion | None]]:
+        """Return the tokens, encoding, position and companion of each group of modules."""
         groups = self.groups[1:]
         return (
             [group.token_ids for group in groups],
             [group.encoding for group in groups],
             [group.start for group in groups],
+            [group.behind for group in groups],
         )
 
 

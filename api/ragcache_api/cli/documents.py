@@ -231,6 +231,9 @@ def priming(
         typer.Argument(help="A file with the text; without it, the present one is printed."),
     ] = None,
     default: Annotated[bool, typer.Option("--default", help="Use the built-in text.")] = False,
+    similar: Annotated[
+        bool, typer.Option("--similar", help="Use the most similar other module of each.")
+    ] = False,
     namespace: ui.NamespaceOption = NAMESPACE,
 ) -> None:
     """Set the text behind which modules in later places are encoded, for mode `primed`.
@@ -239,18 +242,19 @@ def priming(
     them again. About 300 tokens, like the documents of the collection, are enough.
     """
     check_namespace(namespace)
-    if default and file is not None:
-        raise ConfigurationError("give a file or --default, not both")
+    if default + similar + (file is not None) > 1:
+        raise ConfigurationError("give one of a file, --default and --similar")
     text = None if file is None else ui.read_text(file)
     check_priming(text)
     with ui.inspect_store(ui.read_settings(options)) as (database, store):
         from ragcache.db import Catalog
 
         catalog = Catalog(database, "", None, namespace)
-        if default or text is not None:
-            store.discard(catalog.settings.set_priming(collection, text))
-        own = catalog.version(collection).priming
-    ui.console.print("the built-in text" if own is None else own, markup=False)
+        if default or similar or text is not None:
+            store.discard(catalog.settings.set_priming(collection, text, similar=similar))
+        version = catalog.version(collection)
+    built_in = "the most similar other module of each" if version.similar else "the built-in text"
+    ui.console.print(version.priming or built_in, markup=False)
 
 
 @expand_options

@@ -291,6 +291,8 @@ class PrimingRequest(RequestModel):
     priming: Annotated[str, Field(min_length=1, max_length=MAX_PRIMING)] | None
     """Text that modules in later places are encoded behind, at most 20,000 characters. Null
     restores the built-in text."""
+    similar: bool = False
+    """Whether each is encoded behind the most similar other module instead. `priming` is null."""
 
 
 class PrimingResponse(ResponseModel):
@@ -298,6 +300,8 @@ class PrimingResponse(ResponseModel):
 
     priming: str
     """The collection's own text, or else the built-in one."""
+    similar: bool
+    """Whether modules are encoded behind the most similar other module, where there is one."""
 
 
 class CollectionCreatedResponse(ResponseModel):

@@ -15,7 +15,8 @@ from tests.tiny_encoders import write_cross_encoder
 def test_collections_and_documents_are_listed(run: Run, ingested: Path) -> None:
     [notes] = json_of(run("collections", "--json"))
     counts = {"documents": 3, "modules": 3}
-    assert notes == {"name": "notes", "description": "", "own_priming": False} | counts
+    primings = {"own_priming": False, "similar_priming": False}
+    assert notes == {"name": "notes", "description": ""} | counts | primings
     listed = json_of(run("documents", "notes", "--json"))
     assert [row["id"] for row in listed] == ["boats.md", "keys.md", "leave.md"]
     assert {row["modules"] for row in listed} == {1}
@@ -150,8 +151,10 @@ def test_a_collection_gets_a_priming_text(run: Run, ingested: Path, tmp_path: Pa
     file.write_text("# Minutes\n\nThe boats are painted in May.", encoding="utf-8")
     assert run(*command, file)[1] == "# Minutes\n\nThe boats are painted in May.\n"
     assert run(*command)[1] == "# Minutes\n\nThe boats are painted in May.\n"
+    assert run(*command, "--similar")[1] == "the most similar other module of each\n"
     assert run(*command, "--default")[1] == "the built-in text\n"
     error_of(run(*command, file, "--default"), "ConfigurationError")
+    error_of(run(*command, file, "--similar"), "ConfigurationError")
     file.write_text(" ", encoding="utf-8")
     error_of(run(*command, file), "ConfigurationError")
     error_of(run("priming", "nowhere"), "UnknownCollection")

@@ -33,7 +33,7 @@ def test_a_collection_is_made_empty_and_deleted_with_its_row(client: TestClient)
     assert (again.status_code, again.json()["created"]) == (200, False)
     listed = {each["name"]: each for each in client.get("/v1/collections").json()["items"]}
     bare = {"name": "bare", "description": "", "documents": 0, "modules": 0}
-    assert listed["bare"] == bare | {"own_priming": False}
+    assert listed["bare"] == bare | {"own_priming": False, "similar_priming": False}
     assert client.get("/v1/collections/bare/documents").json()["total"] == 0
     assert client.delete("/v1/collections/bare").json() == {"deleted": 0}
     names = [each["name"] for each in client.get("/v1/collections").json()["items"]]
@@ -433,10 +433,18 @@ def test_a_collection_has_a_priming_text_of_its_own(client: TestClient) -> None:
     default = client.get(place).json()
     told = client.put(place, json={"priming": "# Minutes\n\nThe boats are painted in May."})
     assert told.json() == client.get(place).json()
-    assert told.json() == {"priming": "# Minutes\n\nThe boats are painted in May."}
+    assert told.json() == {
+        "priming": "# Minutes\n\nThe boats are painted in May.",
+        "similar": False,
+    }
     listed = client.get("/v1/collections").json()["items"]
     assert [row["own_priming"] for row in listed if row["name"] == "primed"] == [True]
     assert client.put(place, json={"priming": " "}).status_code == 400
     assert client.put(place, json={"priming": "x" * 20_001}).status_code in (400, 422)
+    similar = client.put(place, json={"priming": None, "similar": True})
+    assert similar.json() == default | {"similar": True}
+    listed = client.get("/v1/collections").json()["items"]
+    assert [row["similar_priming"] for row in listed if row["name"] == "primed"] == [True]
+    assert client.put(place, json={"priming": "x", "similar": True}).status_code == 400
     assert client.put(place, json={"priming": None}).json() == default
     assert client.put(place.replace("primed", "none"), json={"priming": "x"}).status_code == 404

@@ -34,6 +34,7 @@ from ragcache.modes import EXACT, PRIMED, ROOTED, ReuseMode
 from ragcache.params import SearchParams
 from ragcache.pipeline import ChatTemplate
 from ragcache.pipeline.ask import AskPipeline, lay_out
+from ragcache.pipeline.companions import Companions
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
 from ragcache.pipeline.prompt import (
     AskedQuestion,
@@ -456,7 +457,15 @@ def pipeline(reader: LoadedModel) -> AskPipeline:
     tokens = SimpleNamespace(
         of=lambda rows: [tuple(reader.encode_untrusted(row.text)) for row in rows]
     )
-    return AskPipeline(none, encoder, none, cast("Any", tokens), none, FakeScaffolds())
+    return AskPipeline(
+        none,
+        encoder,
+        none,
+        cast("Any", tokens),
+        none,
+        FakeScaffolds(),
+        Companions(none, none, none),
+    )
 
 
 def selection_of(*numbers: int) -> Selection:

@@ -522,6 +522,7 @@ def pipeline(reader: LoadedModel) -> ChatPipeline:
         cast("Any", tokens),
         none,
         cast("Any", SimpleNamespace(find=lambda _, found, __: found, mode_for=lambda mode: mode)),
+        none,
     )
 
 

@@ -108,7 +108,10 @@ def set_instruction(
 @router.get("/{collection}/priming")
 def get_priming(collection: Collection, context: ContextDep) -> PrimingResponse:
     """Return the text that a collection's modules in later places are encoded behind."""
-    return PrimingResponse(priming=context.rag.collections.priming(collection))
+    collections = context.rag.collections
+    return PrimingResponse(
+        priming=collections.priming(collection), similar=collections.similar_priming(collection)
+    )
 
 
 @router.put("/{collection}/priming")
@@ -116,7 +119,7 @@ def set_priming(
     collection: Collection, body: PrimingRequest, context: ContextDep
 ) -> PrimingResponse:
     """Change the priming text of a collection. States behind the earlier text are removed."""
-    context.rag.collections.set_priming(collection, body.priming)
+    context.rag.collections.set_priming(collection, body.priming, similar=body.similar)
     return get_priming(collection, context)
 
 
