@@ -115,10 +115,13 @@ class AskPipeline:
         lay_out(layout, groups, asked, mode)
         states = None
         if selection.hits and mode.reads_states:
+            kept = tuple(layout.groups)
+            if selection.version.similar:
+                kept = self.companions.place(question.collection, selection.version, kept)
             states = ModuleStates(
                 encoder,
                 self.catalog,
-                self.companions.place(question.collection, selection.version, layout.groups),
+                kept,
                 self.scaffolds,
                 question.collection,
             )

@@ -226,7 +226,7 @@ class ChatPipeline:
         states = None
         if layout.spans:
             kept = tuple(layout.groups)
-            if chat.selection is not None:
+            if chat.selection is not None and chat.selection.version.similar:
                 kept = self.companions.place(question.collection, chat.selection.version, kept)
             states = ModuleStates(encoder, self.catalog, kept)
         citations = tuple((Citation.of(hit), group) for hit, group in read_as)

@@ -44,8 +44,6 @@ class Companions:
 
         Scaffolds, and modules of other collections, have none.
         """
-        if not version.similar:
-            return tuple(groups)
         single = [
             each.modules[0] if each.encoding == AFTER_OTHER_TEXT and len(each.modules) == 1 else -1
             for each in groups

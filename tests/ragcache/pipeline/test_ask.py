@@ -34,7 +34,6 @@ from ragcache.modes import EXACT, PRIMED, ROOTED, ReuseMode
 from ragcache.params import SearchParams
 from ragcache.pipeline import ChatTemplate
 from ragcache.pipeline.ask import AskPipeline, lay_out
-from ragcache.pipeline.companions import Companions
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
 from ragcache.pipeline.prompt import (
     AskedQuestion,
@@ -464,7 +463,7 @@ def pipeline(reader: LoadedModel) -> AskPipeline:
         cast("Any", tokens),
         none,
         FakeScaffolds(),
-        Companions(none, none, none),
+        none,
     )
 
 
