@@ -279,7 +279,7 @@ def test_answers_through_windows_are_those_of_the_definition(family: str) -> Non
 
 @pytest.mark.slow
 def test_the_last_layer_computes_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind compiled layers, in steps that no graph has: two rows of a prompt, and of an encoding
+    """Behind compiled layers, in steps that no graph has: one row of a prompt, and of an encoding
     none."""
     from ragcache.engine import device_runner as module
     from ragcache.models.last_layer import LastLayer, layer_list
@@ -300,7 +300,7 @@ def test_the_last_layer_computes_few_rows(monkeypatch: pytest.MonkeyPatch) -> No
         core = SteppedCore(each, EngineConfig(2**19, running=4))
         rows.clear()
         answers.append(core.run(request_over(expected_states, (1, 0, 2, 2, 0, 1), 3)))
-    assert rows[0] == 2, "the rest are steps of one row"
+    assert rows[0] == 1, "of all rows of the prompt"
     assert_same_answers(*answers)
 
 
