@@ -58,7 +58,7 @@ class DeviceRankLM(CausalLM):
         collectives: Joint computations with the other ranks.
     """
 
-    whole_layers = True  # ranks add up parts of all rows
+    whole_layers = True  # ranks meet in the sums behind the last attention
 
     def __init__(
         self, shard: Any, sizes: WholeSizes, key_heads: slice, collectives: Collectives

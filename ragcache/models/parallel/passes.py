@@ -33,6 +33,10 @@ class RankModel:
     """Columns of the logits of all ranks together."""
     collectives: Collectives
 
+    def __post_init__(self) -> None:
+        # the sums behind the last attention, where ranks meet, say that all have written states
+        self.causal.whole_layers = True
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Compute a pass, as all ranks do at once.
 

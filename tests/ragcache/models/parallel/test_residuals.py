@@ -46,6 +46,7 @@ def test_residuals_are_given_to_the_sums_of_compiled_layers(family: str) -> None
     collectives: Any = TwinCollectives()
     attach(shard, collectives)
     causal = wrap_causal(shard)
+    causal.whole_layers = True
     tokens = list(range(5, 16))
     number_layers(causal.model)
     expected = run_step(causal, OwnTokens(), tokens)
