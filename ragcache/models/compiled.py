@@ -154,7 +154,7 @@ def through_operator(*args: Any, **kwargs: Any) -> bool:
     )
 
 
-def in_inference(rows: Tensor, *_args: Any, **_kwargs: Any) -> bool:
+def for_several_rows(rows: Tensor, *_args: Any, **_kwargs: Any) -> bool:
     """Whether a module is called by `CausalLM.forward`, rather than by others in training, for as
     many rows [1, T, ...] as graphs are compiled for."""
     return torch.is_inference_mode_enabled() and rows.shape[1] >= FEWEST_ROWS
@@ -167,7 +167,7 @@ def _install(causal: CausalLM, backend: Backend) -> None:
         same = [each for each in layers if type(each) is kind]
         _replace_forward(same, type(same[0]).forward, backend, through_operator)
     for module, forward in _around(causal, layers):
-        _replace_forward([module], forward, backend, in_inference)
+        _replace_forward([module], forward, backend, for_several_rows)
 
 
 def _replace_forward(

@@ -118,20 +118,12 @@ class _FirstPass:
         raise Attended(self.backend.attend(metadata, layer, *states, **options)[self.rows])
 
     def _attend_through_operator(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        sinks: Tensor | None = None,
+        self, layer: int, *states: Tensor, scale: float, sinks: Tensor | None = None
     ) -> Tensor | None:
         """Attends in any case: the operator writes the states."""
         assert isinstance(self.metadata, OperatorMetadata)
-        states = query[None], key[None], value[None]
-        number = torch.tensor(layer, device="cpu")
-        out: Tensor = attend(*states, number, scale, self.metadata.handle, sinks)
+        number, handle = torch.tensor(layer, device="cpu"), self.metadata.handle
+        out: Tensor = attend(*(each[None] for each in states), number, scale, handle, sinks)
         return out[0, self.rows] if len(self.rows) else None
 
 

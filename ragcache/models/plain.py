@@ -125,12 +125,11 @@ class Attention(nn.Module):
         query, key = _turned(query, *turn), _turned(key, *turn)
         metadata.write_states(self.layer, key, value)
         scale = self.head_dim**-0.5
-        if rows is None:
-            out = backend.attend(metadata, self.layer, query, key, value, scale=scale)  # [T, Hq, D]
-        elif len(rows):
-            out = backend.attend(metadata, self.layer, query, key, value, scale=scale)[rows]
-        else:
-            out = query.new_empty(0, *query.shape[::2])
+        if rows is not None and not len(rows):
+            return hidden.new_empty(0, hidden.shape[1])
+        out = backend.attend(metadata, self.layer, query, key, value, scale=scale)  # [T, Hq, D]
+        if rows is not None:
+            out = out[rows]
         attended: Tensor = self.o_proj(out.flatten(1))
         return attended
 
