@@ -20,6 +20,12 @@ CONNECTING = timedelta(seconds=60)
 """Time in which all ranks must connect."""
 LONGEST_MEETING = timedelta(days=1)
 """Time after which gloo gives up a sum. The leader's watch ends ranks long before."""
+SETTLING = 1.0
+"""Seconds in which the leader's watch finds the rank that has ended, once others have lost it."""
+
+
+class RankLost(RuntimeError):
+    """A sum, gather or broadcast failed, because another rank has ended."""
 
 
 class Collectives(Protocol):
@@ -203,5 +209,8 @@ class GlooCollectives:
         signs, rank, now = self._signs, self.rank, time.monotonic()
         signs.worked[rank], signs.waiting[rank] = now - self._left, now
         signs.meetings[rank] += 1
-        begin().wait()
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            raise RankLost(str(error)) from error
         signs.waiting[rank], self._left = 0.0, time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +17,12 @@ import torch
 
 from ragcache.machine import frozen_heap, keep_freed_memory
 from ragcache.models.families import wrap_causal
-from ragcache.models.parallel.collectives import GlooCollectives, SignsOfLife
+from ragcache.models.parallel.collectives import (
+    SETTLING,
+    GlooCollectives,
+    RankLost,
+    SignsOfLife,
+)
 from ragcache.models.parallel.memory import MappedMemory
 from ragcache.models.parallel.messages import read_message
 from ragcache.models.parallel.passes import RankModel
@@ -75,6 +81,8 @@ def run_process(serve: Callable[[RankProcess], None]) -> None:
     except EOFError:  # the leader has closed the model
         pass
     except BaseException as error:
+        if isinstance(error, RankLost):
+            time.sleep(SETTLING)  # the leader reports the rank that was lost, and ends this one
         traceback.print_exc()
         with suppress(OSError):  # the leader may have ended
             connection.send_bytes(f"{type(error).__name__}: {error}".encode())

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from ragcache.errors import EngineFailed
-from ragcache.models.parallel.collectives import SignsOfLife
+from ragcache.models.parallel.collectives import SETTLING, SignsOfLife
 from ragcache.models.parallel.memory import SharedArena
 from ragcache.openmp import share_of_cores
 
@@ -191,7 +191,7 @@ class FollowerProcesses:
             raise
 
     def _soon_failed(self) -> str:
-        if self._closed.wait(2 * _LOOKS):
+        if self._closed.wait(SETTLING):
             return ""
         return self._first_failure()
 

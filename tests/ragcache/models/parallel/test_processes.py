@@ -181,6 +181,27 @@ def test_the_death_of_any_of_several_followers_ends_all(forked_ranks: None, rank
         split.close()
 
 
+LOSE_ANOTHER = """
+from ragcache.models.parallel import follower
+follower.SETTLING = 60.0
+raise follower.RankLost("closed")
+"""
+
+
+@pytest.mark.slow
+def test_the_rank_that_ended_is_named_not_those_that_lost_it(forked_ranks: None) -> None:
+    split = split_model(wrap_causal(tiny_model("llama", **EIGHT_HEADS)), 4)
+    try:
+        split._followers.send(1, pickle.dumps(Runs(LOSE_ANOTHER)))  # type: ignore[attr-defined]
+        time.sleep(0.5)  # it would have been reported
+        assert split.failure is None
+        os.kill(processes(split)[-1], signal.SIGKILL)
+        wait_for(lambda: split.failure is not None)
+        assert "rank 3 of 4 ended with SIGKILL" in str(split.failure)
+    finally:
+        split.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("death", ["killed", "stopped", "failing"])
 def test_a_follower_that_dies_ends_an_idle_engine(death: str, split: ParallelLM) -> None:
