@@ -568,8 +568,10 @@ def sums_rank(options: argparse.Namespace) -> dict[str, Any]:
             key, calls = f"{rows} x {width}", 32 if rows <= 512 else 8
             shared = both._shared
             if shared is not None and shared.holds(part):
-                attempt(key, "one-shot", partial(shared.sum_parts, part), calls)
-                attempt(key, "in place", partial(shared.sum_parts, part, copy=False), calls)
+                for name, shots in (("one-shot", 1), ("two-shot", 2)):
+                    call = partial(shared.sum_parts, part, shots=shots)
+                    attempt(key, name, call, calls)
+                    attempt(key, f"{name}, in place", partial(call, copy=False), calls)
             if options.nccl:
                 attempt(key, "nccl", partial(distributed.all_reduce, part), calls)
             if options.rank == 0:

@@ -82,7 +82,9 @@ def main(check: str, rank: int, store: str) -> None:
     def sums(shape: tuple[int, int], dtype: torch.dtype) -> None:
         for seed in range(5):  # slots take turns
             parts = parts_of(shape, dtype, seed)
-            assert_right(shared.sum_parts(parts[rank]), parts)
+            found = shared.sum_parts(parts[rank], shots=1)
+            assert_right(found, parts)
+            assert torch.equal(found, shared.sum_parts(parts[rank], shots=2))
 
     def sums_in_place(shape: tuple[int, int], dtype: torch.dtype) -> None:
         for seed in range(5):
@@ -91,19 +93,21 @@ def main(check: str, rank: int, store: str) -> None:
             room.copy_(parts[rank])
             assert_right(shared.sum_parts(room, copy=False), parts)
             residual = parts_of(shape, dtype, 100)[0]  # the same on every rank
-            room = shared.room(shape, dtype)
-            room.copy_(parts[rank])
-            found = shared.sum_parts(room, residual, copy=False)
-            assert torch.equal(found, residual + shared.sum_parts(parts[rank]))
+            for shots in (1, 2):
+                room = shared.room(shape, dtype)
+                room.copy_(parts[rank])
+                found = shared.sum_parts(room, residual, copy=False, shots=shots)
+                assert torch.equal(found, residual + shared.sum_parts(parts[rank]))
 
     def sums_in_a_graph(shape: tuple[int, int], dtype: torch.dtype) -> None:
         given = torch.empty(shape, dtype=dtype, device=device)
-        shared.sum_parts(shared.sum_parts(given.zero_()))  # compiled before the capture
+        for shots in (1, 2):
+            shared.sum_parts(given.zero_(), shots=shots)  # compiled before the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            once = shared.sum_parts(given)
-            twice = shared.sum_parts(once)  # an even number: the slots stand as before
+            once = shared.sum_parts(given, shots=1)
+            twice = shared.sum_parts(once, shots=2)  # an even number: the slots stand as before
         for seed in range(3):
             parts = parts_of(shape, dtype, seed)
             given.copy_(parts[rank])

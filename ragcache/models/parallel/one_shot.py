@@ -4,6 +4,9 @@ Every rank writes its part into its own buffer, waits until the others have writ
 reads all of them over NVLink. Sums are taken in float32 and in the order of ranks, so that every
 rank gets the same bits. No multicast is used.
 
+A large sum of more than two ranks takes two shots: each rank adds up one share of all parts, waits
+again, and reads the other shares. The bits are the same.
+
 One meeting a call is enough, because calls alternate between two slots of the buffer: a rank that
 passes the meeting of call n + 1 has finished reading call n, so that call n + 2 may write the slot
 of call n.
@@ -25,6 +28,8 @@ PROGRAMS: Final = 128
 BLOCK: Final = 2048
 ONE_SHOT_BYTES: Final = 2**26
 """Largest sum: all of a CUDA graph, and those of two GPUs up to which NCCL was measured slower."""
+MEETING_BYTES: Final = 2**20
+"""Bytes that cross to a GPU about as long as a second meeting takes (900 GB/s both ways, 2 µs)."""
 GATHER_BYTES: Final = 2**27
 BROADCAST_BYTES: Final = 2**16
 _GATHER_SLOT, _BROADCAST_SLOT = 2, 3
@@ -79,16 +84,76 @@ def sum_kernel(
     _meet(signals, program, RANK, RANKS)
     for begin in range(program * BLOCK, numel, programs * BLOCK):
         inside = begin + here < numel
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        total = _sum_block(buffers, kind, slot, begin + here, inside, RANKS, BLOCK)
+        _store_sum(residual, out, total, begin + here, inside, ADD)
+
+
+@triton.jit
+def two_shot_kernel(
+    local,
+    residual,
+    buffers,
+    signals,
+    out,
+    numel,
+    slot,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COPY: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """The same as `sum_kernel`, of which this rank adds up its share alone.
+
+    A program meets the same program of the other ranks, so it has the same blocks of every share.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    here = tl.arange(0, BLOCK)
+    kind = out.dtype
+    share = tl.cdiv(tl.cdiv(numel, RANKS), BLOCK) * BLOCK
+    mine = tl.multiple_of(tl.load(buffers + RANK).to(kind) + slot, 16)
+    if COPY:
         for rank in tl.static_range(RANKS):
-            theirs = tl.multiple_of(tl.load(buffers + rank).to(kind) + slot, 16)
-            part = tl.load(theirs + begin + here, mask=inside, cache_modifier=".cg")
-            total += part.to(tl.float32)
-        total = total.to(kind.element_ty)
-        if ADD:
-            before = tl.load(residual + begin + here, mask=inside).to(tl.float32)
-            total = (before + total.to(tl.float32)).to(kind.element_ty)
-        tl.store(out + begin + here, total, mask=inside)
+            end = tl.minimum(numel, (rank + 1) * share)
+            for begin in range(rank * share + program * BLOCK, end, programs * BLOCK):
+                at, inside = begin + here, begin + here < end
+                tl.store(mine + at, tl.load(local + at, mask=inside), mask=inside)
+    _meet(signals, program, RANK, RANKS)
+    end = tl.minimum(numel, (RANK + 1) * share)
+    for begin in range(RANK * share + program * BLOCK, end, programs * BLOCK):
+        at, inside = begin + here, begin + here < end
+        total = _sum_block(buffers, kind, slot, at, inside, RANKS, BLOCK)
+        tl.store(mine + at, total, mask=inside)  # which no other rank reads before the meeting
+    _meet(signals, program, RANK, RANKS)
+    for rank in tl.static_range(RANKS):
+        theirs = tl.multiple_of(tl.load(buffers + rank).to(kind) + slot, 16)
+        end = tl.minimum(numel, (rank + 1) * share)
+        for begin in range(rank * share + program * BLOCK, end, programs * BLOCK):
+            at, inside = begin + here, begin + here < end
+            total = tl.load(theirs + at, mask=inside, cache_modifier=".cg")
+            _store_sum(residual, out, total, at, inside, ADD)
+
+
+@triton.jit
+def _sum_block(
+    buffers, kind: tl.constexpr, slot, at, inside, RANKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The sum of a block of all ranks' parts, rounded."""
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for rank in tl.static_range(RANKS):
+        theirs = tl.multiple_of(tl.load(buffers + rank).to(kind) + slot, 16)
+        part = tl.load(theirs + at, mask=inside, cache_modifier=".cg")
+        total += part.to(tl.float32)
+    return total.to(kind.element_ty)
+
+
+@triton.jit
+def _store_sum(residual, out, total, at, inside, ADD: tl.constexpr):
+    """Write a block of a sum, and of the residual with ADD."""
+    if ADD:
+        before = tl.load(residual + at, mask=inside).to(tl.float32)
+        total = (before + total.to(tl.float32)).to(total.dtype)
+    tl.store(out + at, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -212,27 +277,49 @@ class OneShot:
         begin, nbytes = self._begins[self._next], torch.Size(shape).numel() * dtype.itemsize
         return self._memory[begin : begin + nbytes].view(dtype).view(shape)
 
+    def shots(self, nbytes: int) -> int:
+        """Return how many shots a sum of so many bytes takes.
+
+        One shot reads ranks - 1 parts of others. Two read 2 (ranks - 1) / ranks of a part.
+        """
+        saved = nbytes * (self.ranks - 1) * (self.ranks - 2) // self.ranks
+        return 2 if saved > MEETING_BYTES else 1
+
     def sum_parts(
-        self, part: Tensor, residual: Tensor | None = None, *, copy: bool = True
+        self,
+        part: Tensor,
+        residual: Tensor | None = None,
+        *,
+        copy: bool = True,
+        shots: int | None = None,
     ) -> Tensor:
-        """Return the sum of all ranks' parts, and of a residual. `copy`: the part is not in
-        `room`."""
+        """Return the sum of all ranks' parts, and of a residual.
+
+        Args:
+            part: This rank's part, of equal size on every rank.
+            residual: A tensor of the same size, which is the same on every rank.
+            copy: Whether the part is not in `room`.
+            shots: 1 or 2. Defaults to the number that suits the size.
+        """
         slot, self._next = self._next, 1 - self._next
-        out = torch.empty_like(part)
-        sum_kernel[min(PROGRAMS, triton.cdiv(part.numel(), BLOCK)),](
+        out, numel = torch.empty_like(part), part.numel()
+        two = (shots or self.shots(part.nbytes)) == 2
+        kernel, block, warps = (two_shot_kernel, 1024, 4) if two else (sum_kernel, BLOCK, 8)
+        blocks = triton.cdiv(triton.cdiv(numel, self.ranks) if two else numel, block)
+        kernel[min(PROGRAMS, blocks),](
             part,
             part if residual is None else residual.contiguous(),
             self._buffers,
             self._signals,
             out,
-            part.numel(),
+            numel,
             self._begins[slot] // part.element_size(),
             RANK=self.rank,
             RANKS=self.ranks,
-            BLOCK=BLOCK,
+            BLOCK=block,
             COPY=copy,
             ADD=residual is not None,
-            num_warps=8,
+            num_warps=warps,
         )
         return out
 
