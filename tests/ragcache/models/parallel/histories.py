@@ -27,7 +27,7 @@ from ragcache.engine.encoding import StatesChannel
 from ragcache.engine.runner import ModelRunner
 from ragcache.errors import RagCacheError, StoreBudgetExceeded
 from ragcache.models import CausalLM
-from ragcache.states import KVKey, KVStates
+from ragcache.states import Arrival, KVKey, KVStates
 from ragcache.states.quantization import StoredStates, wait_for_arrival
 from ragcache.store.tiers.base import MemoryTier
 from ragcache.store.tiers.device import DeviceTier
@@ -104,16 +104,18 @@ class _Documents:
         sizes = [self.tier.size_of(each) for each in self._home]
         self.tier.budget_bytes = max(max(sizes), int(ROOM * sum(sizes)))
         self.evicted = self.refused = 0
+        self._arrivals: list[Arrival] = []
         self._used: dict[int, None] = {}  # the last one most recently
 
     def take(self, numbers: list[int]) -> list[StoredStates] | None:
         """States of documents in the tier, if it has room for all of them."""
-        if self._device.type == "cuda":  # which places are free in one piece depends on its speed
-            torch.cuda.synchronize(self._device)
+        while self._arrivals:
+            self._arrivals.pop().synchronize()
         taken = []
         for number in numbers:
             key = KVKey(str(number))
             while key not in self.tier:
+                self._free_places()
                 try:
                     self.tier.put(key, self._home[number])
                 except StoreBudgetExceeded:
@@ -123,7 +125,16 @@ class _Documents:
             self._used.pop(number, None)
             self._used[number] = None
             taken.append(self.tier.get(key))
+        self._arrivals += [each.arrival for each in taken if each.arrival is not None]
         return taken
+
+    def _free_places(self) -> None:
+        """Free all places that nothing refers to. How many are free in one piece would otherwise
+        depend on how far each device has come."""
+        self.tier.settle()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.tier.settle()
 
     def _evict(self, wanted: list[int]) -> bool:
         """Remove the document that was used longest ago. Requests may still read it."""
