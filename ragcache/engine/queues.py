@@ -111,7 +111,7 @@ class RequestQueue:
         self._stats.preempted += 1
 
     def admit_no_more(self) -> None:
-        """Admit no more sequences until one of the running ones ends."""
+        """Admit no more sequences until one of the running ones ends or is dropped."""
         self.max_running = len(self.running)
 
     def retire_sequences(self, accepted: list[Sequence]) -> None:
@@ -181,14 +181,17 @@ class RequestQueue:
             sequence.finished = True
             self._kv_manager.release_sequence(sequence)
         self.running, self.waiting = [], []
+        self.max_running = self._most_running
 
     def _drop(self, group: SequenceGroup) -> None:
         for sequence in self:
             if sequence.group is group:
                 sequence.finished = True
                 self._kv_manager.release_sequence(sequence)
-        self.max_running = self._most_running
-        self.running = [each for each in self.running if each.group is not group]
+        running = [each for each in self.running if each.group is not group]
+        if len(running) < len(self.running):  # a request that only waited held no memory
+            self.max_running = self._most_running
+        self.running = running
         self.waiting = [each for each in self.waiting if each.group is not group]
 
     def _new_sequence(self, group: SequenceGroup, index: int) -> Sequence:
