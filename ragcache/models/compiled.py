@@ -26,7 +26,7 @@ from ragcache.attention.triton.operator import OperatorMetadata, register_step
 from ragcache.machine import prefer_cublaslt
 from ragcache.models.experts import use_expert_kernels
 from ragcache.models.hf_patch import SegmentCache, number_layers
-from ragcache.models.model import CausalLM, ForwardBatch
+from ragcache.models.model import CausalLM, ForwardBatch, layer_list
 from ragcache.models.projections import merge_projections
 from ragcache.models.routers import join_routers, rewriting
 
@@ -106,10 +106,10 @@ def no_recompiles() -> AbstractContextManager[Any]:
 
 def decoder_layers(causal: CausalLM) -> nn.ModuleList:
     """The list of the model's layers."""
-    for module in causal.model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == causal.depth:
-            return module
-    raise LookupError(f"no list of {causal.depth} layers in {type(causal.model).__name__}")
+    layers = layer_list(causal.model, causal.depth)
+    if layers is None:
+        raise LookupError(f"no list of {causal.depth} layers in {type(causal.model).__name__}")
+    return layers
 
 
 def _around(
@@ -155,8 +155,8 @@ def through_operator(*args: Any, **kwargs: Any) -> bool:
 
 
 def for_several_rows(rows: Tensor, *_args: Any, **_kwargs: Any) -> bool:
-    """Whether a module is called by `CausalLM.forward`, rather than by others in training, for as
-    many rows [1, T, ...] as graphs are compiled for."""
+    """Whether a module is called by `CausalLM.forward`, rather than in training, and with rows
+    [1, T, ...] that are no fewer than graphs are compiled for."""
     return torch.is_inference_mode_enabled() and rows.shape[1] >= FEWEST_ROWS
 
 

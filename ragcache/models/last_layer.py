@@ -75,12 +75,6 @@ class LastLayer:
             return self.forward(*args, **kwargs)
 
 
-def layer_list(model: nn.Module, depth: int) -> nn.ModuleList | None:
-    """The list of a model's layers, if it has one of `depth` layers."""
-    lists = (each for each in model.modules() if isinstance(each, nn.ModuleList))
-    return next((each for each in lists if len(each) == depth), None)
-
-
 def divide_layer(layer: nn.Module) -> None:
     """Let a model's last layer compute its output of some rows, in place, also if it was compiled
     since. A second call changes nothing."""
@@ -146,8 +140,8 @@ class _SecondPass:
 
 
 def _wanted(value: Any, count: int, rows: Tensor) -> Any:
-    """An argument of the layer: of the wanted rows, if it has one of `count` rows each [1, T, ...],
-    as the residual stream, positions and their angles do."""
+    """The wanted rows of an argument of the layer, if its shape is [1, `count`, ...], as of the
+    residual stream, positions and their angles. Other arguments stay whole."""
     if isinstance(value, tuple):
         return tuple(_wanted(each, count, rows) for each in value)
     if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (1, count):

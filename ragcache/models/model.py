@@ -40,8 +40,7 @@ _MOST_HASHERS = 8
 MODULE_TOKENS, MOST_MODULE_TOKENS = 384, 2048
 """Default limit of a module in tokens, and the highest default of models with recurrent layers."""
 MANY_TO_ONE = 4
-"""Rows of a step for each of which logits are wanted, from which the last layer computes those
-alone."""
+"""The last layer computes the wanted rows alone if a step has this many rows for each of them."""
 VOLATILE = (
     *("transformers_version", "_name_or_path", "_attn_implementation"),
     *("architectures", "dtype", "torch_dtype"),
@@ -97,8 +96,8 @@ class ForwardBatch:
 
     @property
     def last_rows(self) -> Tensor | None:
-        """The rows of which the last layer computes more than states, `logit_rows`, where leaving
-        the others out pays. None if the layer computes all rows."""
+        """Rows whose output the last layer computes: `logit_rows`, if they are so few that leaving
+        the others out pays. None if it computes all rows."""
         few = MANY_TO_ONE * len(self.logit_rows) <= len(self.token_ids)
         return self.logit_rows if few else None
 
@@ -341,8 +340,6 @@ class CausalLM:
     def _last_layer(self) -> nn.Module | None:
         """The last layer, if it can compute its output of some rows. Models whose last layers share
         states have no list of `depth` layers."""
-        from ragcache.models.last_layer import layer_list
-
         layers = None if self.whole_layers else layer_list(self.model, self.depth)
         return None if layers is None else layers[-1]
 
@@ -374,14 +371,19 @@ class CausalLM:
         return torch.empty(0, self.logits_width, dtype=self.dtype, device=self.device)
 
 
+def layer_list(model: nn.Module, depth: int) -> nn.ModuleList | None:
+    """The list of a model's layers, if it has one of `depth` layers."""
+    lists = (each for each in model.modules() if isinstance(each, nn.ModuleList))
+    return next((each for each in lists if len(each) == depth), None)
+
+
 def _layer_width(model: Any) -> int:
     """Elements that the products of the widest decoder layer make of one token, all of them. A
     token of a mixture of experts goes to some of them, or to all where none says how many."""
     config = model.config
-    count = int(config.num_hidden_layers)
-    stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    layers = layer_list(model, int(config.num_hidden_layers))
     chosen = getattr(config, "num_experts_per_tok", getattr(config, "top_k_experts", None))
-    return max((_width(layer, chosen) for layer in next(stacks, [model])), default=0)
+    return max((_width(layer, chosen) for layer in layers or [model]), default=0)
 
 
 def _width(layer: nn.Module, experts: int | None) -> int:

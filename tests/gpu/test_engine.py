@@ -257,7 +257,8 @@ def test_few_rows_of_long_steps_leave_the_last_layer(
     compiled for them after a warm-up."""
     import triton
 
-    from ragcache.models.last_layer import LastLayer, layer_list
+    from ragcache.models.last_layer import LastLayer
+    from ragcache.models.model import layer_list
 
     def long_model(device: str, dtype: torch.dtype) -> CausalLM:
         return wrap(tiny_model("llama", max_position_embeddings=8192).to(device, dtype))

@@ -39,8 +39,8 @@ _RELEASED: Final = 2**24
 
 @triton.jit
 def _meet(signals, program, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Waits until the same program of every other rank is here. Flags count: a rank may be one call
-    ahead of another, never two."""
+    """Waits until the same program of every other rank is here. Flags count: a rank may be one
+    meeting ahead of another, never two."""
     tl.debug_barrier()  # everything that this program has stored
     for step in tl.static_range(1, RANKS):
         theirs = tl.load(signals + (RANK + step) % RANKS).to(tl.pointer_type(tl.int32))

@@ -282,7 +282,8 @@ def test_the_last_layer_computes_few_rows(monkeypatch: pytest.MonkeyPatch) -> No
     """Behind compiled layers, in steps that no graph has: one row of a prompt, and of an encoding
     none."""
     from ragcache.engine import device_runner as module
-    from ragcache.models.last_layer import LastLayer, layer_list
+    from ragcache.models.last_layer import LastLayer
+    from ragcache.models.model import layer_list
 
     causal = causal_of("llama")
     expected_states = states_by(RaggedModelRunner(causal), causal)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ragcache.models import CausalLM, wrap_causal
-from ragcache.models.last_layer import LastLayer, layer_list
+from ragcache.models.last_layer import LastLayer
+from ragcache.models.model import layer_list
 from ragcache.models.single_pass import forward_text
 from tests.tiny_models import FAMILY_PARAMS, LATENT, random_tokens, tiny_model
 
