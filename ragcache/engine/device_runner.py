@@ -72,8 +72,8 @@ ROWS_BY_LAYER = 128
 """Maximum rows of a question for which a warm-up also captures graphs by layer."""
 
 EARLY_SHARE = 8
-"""A question's graph is cut behind one of so many parts of its layers. A device computes that part
-while the host launches the rest: 400 kernels take the host 0.3 ms."""
+"""A question's graph is cut in two behind the first of this many equal parts of its layers. The
+device computes that part while the host launches the rest: 400 kernels take the host 0.3 ms."""
 
 MOST_FAILURES = 3
 """Failed captures after which no more are tried."""
@@ -264,8 +264,10 @@ class DeviceModelRunner:
             prepare_squares(self._heads, self.model.dtype, self.device, most)
             sizes = pairwise((0, self._square_rows, most))  # of few rows, and of many
             self._step.squares = [Square(*each) for each in sizes]
-        self._compute("mixed", self._eager_tables, most, MOST_LOGITS)
-        self._step.squares = ()
+        try:
+            self._compute("mixed", self._eager_tables, most, MOST_LOGITS)
+        finally:  # memory may end; a capture must not have squares
+            self._step.squares = ()
         logger.info("warmed up in %.1f s", time.perf_counter() - begin)
 
     def _plan(self, chunks: Sequence[ScheduledChunk], decoding: DecodeBatch) -> DeviceLaunch:

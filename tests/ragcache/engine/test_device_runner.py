@@ -305,6 +305,23 @@ def test_the_last_layer_computes_few_rows(monkeypatch: pytest.MonkeyPatch) -> No
     assert_same_answers(*answers)
 
 
+@pytest.mark.usefixtures("eager_layers")
+def test_a_warm_up_that_fails_leaves_no_squares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on without it, and a graph that is captured later must not have them."""
+    from ragcache.engine import device_runner as module
+
+    def end_memory(runner: Any, *_: Any) -> Any:
+        assert [tuple(each) for each in runner._step.squares] == [(0, 3), (3, 2048)]
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(module.DeviceModelRunner, "_try_squares", lambda _: 3)
+    monkeypatch.setattr(module.DeviceModelRunner, "_compute", end_memory)
+    runner: Any = device_runner(causal_of("llama"))
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.warm_up()
+    assert not runner._step.squares
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("eager_layers")
 def test_long_new_texts_attend_to_themselves_as_squares(monkeypatch: pytest.MonkeyPatch) -> None:
