@@ -187,7 +187,7 @@ class StepTimes:
         return self.launches.seconds_left(now - self._begin_of(step), prompts=prompts)
 
     def observe_launch(self, step: LaunchedStep, began: float) -> None:
-        """Take into account how long a step took to plan and launch. It began at `began`."""
+        """Take into account how long the host has planned and launched a step, since `began`."""
         if self.launches is not None:
             self.launches.observe_launch(step.launched_at - began, prompts=bool(step.work))
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, cast
+
 import pytest
+import torch
 
 from ragcache.engine import Request
+from ragcache.engine.config import EngineStats
 from ragcache.engine.launching import MOST_ANSWERS, PAUSE, STEPS, LaunchTimer, QuestionTurns
+from ragcache.engine.step import LaunchedStep, ScheduledWork, StepTimes
 from ragcache.models import CausalLM, wrap_causal
 from tests.ragcache.engine.delayed_runner import delayed_core
 from tests.ragcache.engine.stepped_engine import ManualClock, SteppedCore, core_of, plain_context
@@ -69,6 +75,34 @@ def test_nothing_waits_before_steps_are_known() -> None:
     timer = steady_timer()
     timer.forget_steps()
     assert timer.seconds_left(0.0) == 0
+
+
+@dataclass
+class DeviceTime:
+    """A time of a device in seconds."""
+
+    at: float
+
+    def elapsed_time(self, end: DeviceTime, /) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def test_steps_with_prompts_teach_a_timer_nothing() -> None:
+    """Neither the time of such a step nor the idle time before it, which counts as idle."""
+    timer, stats, nobody = steady_timer(), EngineStats(), cast("Any", None)
+    before = timer.seconds_left(0.0)
+    times, prompt = StepTimes(stats, None, timer), ScheduledWork(nobody, nobody, 5, 5)
+    seen = []
+    for number, work in enumerate(([], [prompt], [])):
+        begin, end = 2 * number * STEP, (2 * number + 1) * STEP
+        timestamps = [DeviceTime(begin), DeviceTime(end), DeviceTime(end)]
+        step = LaunchedStep(work, torch.empty(0), [], [], 1, timestamps=timestamps)
+        step.launched_at = begin if not work else end - 0.1 * STEP
+        times.observe_step(step, end, 0.0)
+        seen.append(timer.seconds_left(0.0))
+        assert stats.idle == pytest.approx(number * STEP)
+    assert seen[:2] == pytest.approx([before, before])
+    assert seen[2] == 0, "the device stood idle for as long as a step takes"
 
 
 class BusyDeviceTimer(LaunchTimer):

@@ -14,7 +14,7 @@ from ragcache.models.checkpoint import text_class
 from ragcache.models.experts import IMPLEMENTATION, use_expert_kernels
 from ragcache.models.families import family_of
 from ragcache.models.projections import merge_projections
-from ragcache.models.routers import join_routers, rewriting
+from ragcache.models.routers import join_routers, multiply_joined, rewriting
 from ragcache.models.trial import tiny_config
 from ragcache.models.trial import tiny_model as random_model
 from tests.interpreted import interpreted
@@ -169,3 +169,14 @@ def test_small_products_of_a_mixture_are_one() -> None:
     assert targets.count("ragcache.multiply_joined.default") == 1
     [joined] = [n for n in graphs[0].graph.nodes if "joined" in str(n.target)]
     assert len(joined.args[1]) == 3
+
+
+@pytest.mark.parametrize("room", [7, 8])
+def test_joined_products_read_nothing_behind_their_memory(room: int) -> None:
+    """Weights of 7 columns that follow each other are one product of 8 where 8 are allocated."""
+    memory, rows = torch.randn(room, 16), torch.randn(3, 16)
+    apart = torch.randn(2, 16)
+    for weights in ([memory[:5], memory[5:7]], [memory[:5], apart], [memory[5:7], memory[:5]]):
+        found = multiply_joined(rows, weights)
+        assert found.shape == (3, 8)
+        torch.testing.assert_close(found[:, :7], rows @ torch.cat(weights).T, **CLOSE)
