@@ -6,7 +6,6 @@ to it, in one transaction.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,6 @@ from ragcache.db import jobs
 from ragcache.db.collection_settings import CollectionSettings
 from ragcache.db.database import Database, StaleCache, Unchanged
 from ragcache.db.documents import (
-    EPOCH,
     CollectionTexts,
     CollectionVersion,
     Contents,
@@ -29,10 +27,12 @@ from ragcache.db.documents import (
     ModuleRow,
     MovedDocument,
     NewDocument,
+    change_collection,
     delete_rows,
     insert_rows,
     modules_of,
     move_rows,
+    new_collection,
     states_behind,
 )
 from ragcache.db.jobs import RunningJob
@@ -40,13 +40,12 @@ from ragcache.db.references import freed_states, retire
 from ragcache.db.schemas import scaffolds_of
 from ragcache.db.sql import (
     CHUNK,
+    UNLESS_DELETED,
     collection_id,
     from_modules,
     in_collection,
     insert_for_module,
-    insert_new,
     insert_returning,
-    namespace_id,
     rows_of,
 )
 from ragcache.db.summaries import lock_summaries, sum_up
@@ -66,7 +65,6 @@ from ragcache.errors import CollectionExists, DocumentError, UnknownCollection
 from ragcache.states import KVKey
 
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
-_EPOCHS = 1 << 31
 _VERSIONS = (
     select(CollectionTable.name, CollectionTable.id, CollectionTable.revision)
     .join(NamespaceTable)
@@ -201,7 +199,7 @@ class Catalog:
             JobTaken: Another process runs the job.
         """
         with self._database.transaction() as session:
-            owner = self._change(session, collection)
+            owner = change_collection(session, self.namespace, collection)
             gone = frozenset() if job is None else jobs.deleted_meanwhile(session, job.id)
             stored = [each for each in documents if each.source_id not in gone]
             freed = delete_rows(session, owner, [*(each.source_id for each in stored), *removed])
@@ -235,7 +233,7 @@ class Catalog:
             JobTaken: Another process runs the job.
         """
         with self._database.transaction() as session:
-            owner = self._change(session, collection)
+            owner = change_collection(session, self.namespace, collection)
             rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
             names = list(session.scalars(rows))
             if names and not replaces:
@@ -455,7 +453,7 @@ class Catalog:
             lock_summaries(session)
             if behind is not None:
                 there = select(ModuleTable.id).where(ModuleTable.id == behind)
-                if session.scalar(there.with_for_update(read=True)) is None:
+                if session.scalar(there.with_for_update(**UNLESS_DELETED)) is None:
                     return
             insert_for_module(session, EncodingTable, module_id, key=key, behind_id=behind)
             sum_up(session, [key])
@@ -502,17 +500,17 @@ class Catalog:
         """
         with self._database.transaction() as session:
             collection_id(session, collection, self.namespace)
-            owner = self._change(session, collection)
+            owner = change_collection(session, self.namespace, collection)
             target = jobs.collection_target(collection)
+            freed = delete_rows(session, owner, source_ids)
             jobs.note_deleted(session, self.namespace, target, source_ids)
-            return retire(session, delete_rows(session, owner, source_ids))
+            return retire(session, freed)
 
     def add_collection(self, collection: str, description: str = "") -> bool:
         """Create a collection without documents. Returns whether it is new."""
         with self._database.transaction() as session:
-            row = self._new(session, collection) | {"description": description}
-            number = insert_returning(session, CollectionTable, row)
-            return number is not None
+            row = new_collection(session, self.namespace, collection) | {"description": description}
+            return insert_returning(session, CollectionTable, row) is not None
 
     def collection_texts(self, collection: str) -> CollectionTexts:
         """Return the texts that a collection's modules see, as far as it has some of its own."""
@@ -540,10 +538,12 @@ class Catalog:
                 if jobs.cancel_jobs(session, *its_jobs):
                     return 0, []
                 raise
+            own = CollectionTable.id == owner
+            session.execute(select(CollectionTable.id).where(own).with_for_update())
             rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
             names = list(session.scalars(rows))
             freed = delete_rows(session, owner, names)
-            session.execute(delete(CollectionTable).where(CollectionTable.id == owner))
+            session.execute(delete(CollectionTable).where(own))
             jobs.cancel_jobs(session, *its_jobs)
             return len(names), retire(session, freed)
 
@@ -585,7 +585,7 @@ class Catalog:
         """
         with self._database.transaction() as session:
             collection_id(session, collection, self.namespace)
-            owner = self._change(session, collection)
+            owner = change_collection(session, self.namespace, collection)
             rows = select(DocumentTable).where(DocumentTable.collection_id == owner)
             row = session.scalar(rows.where(DocumentTable.source_id == source_id))
             if row is None:
@@ -598,25 +598,3 @@ class Catalog:
 
     def _within(self, statement: Any, collection: str) -> Any:
         return in_collection(statement, self.namespace, collection)
-
-    def _change(self, session: Session, name: str) -> int:
-        """Raise the revision of a collection, created if need be, and return its id.
-
-        Writers of one collection wait for each other here.
-        """
-        row = self._new(session, name)
-        insert_new(session, CollectionTable, row)
-        own = CollectionTable.namespace_id == row["namespace_id"]
-        chosen = own & (CollectionTable.name == name)
-        raised = update(CollectionTable).where(chosen)
-        session.execute(raised.values(revision=CollectionTable.revision + 1))
-        return session.scalars(select(CollectionTable.id).where(chosen)).one()
-
-    def _new(self, session: Session, name: str) -> dict[str, Any]:
-        """Return the row of a new collection, whose revisions begin at a random epoch.
-
-        Ids of deleted collections are used again. The epoch keeps versions from repeating.
-        """
-        owner = namespace_id(session, self.namespace)
-        revision = secrets.randbelow(_EPOCHS) * EPOCH
-        return {"name": name, "namespace_id": owner, "revision": revision}

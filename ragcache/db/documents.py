@@ -5,16 +5,17 @@ The functions run in the transaction of a `Catalog`. `owner` is the id of a coll
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db.schemas import delete_scaffolds
-from ragcache.db.sql import chunks, rows_of
+from ragcache.db.sql import chunks, insert_new, lock_rows, namespace_id, rows_of
 from ragcache.db.summaries import insert_summaries, lock_summaries, rename_summaries, sum_up
 from ragcache.db.tables import (
     CollectionTable,
@@ -29,6 +30,7 @@ from ragcache.db.tables import (
 from ragcache.errors import DocumentsChanged
 from ragcache.states import KVKey
 
+_EPOCHS = 1 << 31
 EPOCH = 1 << 22
 """A collection's revisions start at a random multiple of this."""
 
@@ -205,6 +207,32 @@ class Contents:
     modules: Sequence[ModuleRow]
 
 
+def change_collection(session: Session, namespace: str, name: str) -> int:
+    """Raise the revision of a collection, created if need be, and return its id.
+
+    Writers of one collection wait for each other here.
+    """
+    row = new_collection(session, namespace, name)
+    own = CollectionTable.namespace_id == row["namespace_id"]
+    raised = update(CollectionTable).where(own, CollectionTable.name == name)
+    raised = raised.values(revision=CollectionTable.revision + 1)
+    number: int | None = None
+    while number is None:  # a deletion may come between the statements
+        insert_new(session, CollectionTable, row)
+        number = session.scalar(raised.returning(CollectionTable.id))
+    return number
+
+
+def new_collection(session: Session, namespace: str, name: str) -> dict[str, Any]:
+    """Return the row of a new collection, whose revisions begin at a random epoch.
+
+    Ids of deleted collections are used again. The epoch keeps versions from repeating.
+    """
+    owner = namespace_id(session, namespace)
+    revision = secrets.randbelow(_EPOCHS) * EPOCH
+    return {"name": name, "namespace_id": owner, "revision": revision}
+
+
 def insert_rows(
     session: Session, owner: int, document: NewDocument, tokenizer: str, embedder: str | None
 ) -> None:
@@ -285,19 +313,26 @@ def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> l
 
 
 def delete_rows(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
-    """Delete documents of a collection. Returns the keys of states that belonged to them."""
-    similar = select(CollectionTable.similar).where(CollectionTable.id == owner)
-    if session.scalar(similar):  # no states come behind them now; others lock in this order, too
-        lock_summaries(session)
+    """Delete documents of a collection. Returns the keys of states that belonged to them.
+
+    The caller holds the row of the collection. The modules are locked before their states are read,
+    so that no others come to them or behind them. Whoever holds the lock of `lock_summaries` waits
+    for no module.
+    """
+    own = DocumentTable.collection_id == owner
+    for chunk in chunks(source_ids):
+        leaving = select(DocumentTable.id).where(own, DocumentTable.source_id.in_(chunk))
+        lock_rows(session, ModuleTable, ModuleTable.document_id.in_(leaving))
     modules, found = modules_of(session, owner, source_ids)
     behind = states_behind(session, modules)
-    own = delete(DocumentTable).where(DocumentTable.collection_id == owner)
     for chunk in chunks(source_ids):
-        session.execute(own.where(DocumentTable.source_id.in_(chunk)))
-    for gone in chunks(modules if behind else ()):
+        session.execute(delete(DocumentTable).where(own, DocumentTable.source_id.in_(chunk)))
+    if changed := {module for module, _ in behind} - modules:
+        lock_summaries(session)
+    for gone in chunks(modules if changed else ()):
         session.execute(delete(EncodingTable).where(EncodingTable.behind_id.in_(gone)))
-    for changed in chunks({module for module, _ in behind}):
-        left = select(EncodingTable.key).where(EncodingTable.module_id.in_(changed))
+    for some in chunks(changed):
+        left = select(EncodingTable.key).where(EncodingTable.module_id.in_(some))
         sum_up(session, map(KVKey, session.scalars(left)))
     found += [key for _, key in behind]
     return found + delete_scaffolds(session, owner, modules)

@@ -43,6 +43,9 @@ Ts = TypeVarTuple("Ts")
 
 NAMESPACES = "namespaces"
 """Name of `Database.namespaces` in `Session.info`."""
+UNLESS_DELETED: Any = {"read": True, "key_share": True, "skip_locked": True}
+"""Options of `with_for_update` that keep rows until the transaction ends. Rows that another one is
+deleting count as deleted, and are not waited for."""
 CHUNK = 500  # values in one statement, below SQLite's limit on variables
 _UNIX_EPOCH = 2_440_587.5  # Julian day
 _TYPES: dict[type, Any] = {int: BigInteger(), float: Double(), str: String()}
@@ -142,10 +145,11 @@ def table_of(rows: Sequence[Mapping[str, int | float | str]]) -> CTE:
 
 
 def insert_for_module(session: Session, table: type[Base], module_id: int, **values: Any) -> None:
-    """Insert or replace a row of a module, unless another process has deleted the module."""
+    """Insert or replace a row of a module, unless another process deletes the module, or has."""
     columns = [table.__table__.c[name] for name in values]
     typed = [literal(v, c.type) for v, c in zip(values.values(), columns, strict=True)]
     rows: Select[Any] = select(ModuleTable.id, *typed).where(ModuleTable.id == module_id)
+    rows = rows.with_for_update(**UNLESS_DELETED)
     statement = _insert(session, table).from_select(["module_id", *values], rows)
     primary = list(table.__table__.primary_key)
     session.execute(statement.on_conflict_do_update(index_elements=primary, set_=values))

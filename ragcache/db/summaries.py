@@ -8,7 +8,7 @@ Each update computes the figures anew from the states, so that no update can add
 updates lost with a process are made up for by the next use of the states. In PostgreSQL, the row of
 the clock serializes the updates: a caller of `sum_up` holds it.
 
-A transaction that stores or renames documents does not hold the clock, and `sum_up` neither sees
+A transaction that stores or renames documents need not hold the clock, and `sum_up` neither sees
 nor waits for its rows. `Catalog` notes the keys of the documents after the commit, so that the next
 `Ledger.flush` computes their figures again.
 """
