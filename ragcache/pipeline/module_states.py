@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from ragcache.db import (
@@ -310,7 +310,7 @@ class ModuleEncoder(StateEncoder):
             encodings: How the states are encoded: all of them, or each.
             origin: Purpose of the lease.
             starts: Positions of the modules in the prompt, which matter for models whose states
-                cannot move. Defaults to one module after the other, after the preamble.
+                cannot move. By default each follows the tokens that it sees, as in `key`.
             patience: Seconds to wait for room while other leases fill the first tier.
             behind: The module that each one sees in place of the priming text, if any.
 
@@ -457,15 +457,14 @@ class ModuleEncoder(StateEncoder):
     def _starts(
         self, modules: Sequence[Sequence[int]], wanted: Sequence[int] | None
     ) -> Sequence[int | None]:
-        """Return the positions at which the modules are encoded.
+        """Return the positions at which the modules are encoded. None follows what they see.
 
         Movable states have no position of their own. Others are encoded at their place in the
         prompt.
         """
-        if self.model.causal.scheme.movable:
+        if wanted is None or self.model.causal.scheme.movable:
             return [None] * len(modules)
-        first = len(self.preamble_ids)
-        return wanted or list(accumulate([first, *map(len, modules)]))[:-1]
+        return wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,8 +181,8 @@ class Modules:
             return done
         for key in missing:
             number, encoding, other = wanted[key]
-            primed = other is not None and encoding == AFTER_OTHER_TEXT
-            self.catalog.add_key(number, key, other.module if other and primed else None)
+            behind_id = other.module if other and encoding == AFTER_OTHER_TEXT else None
+            self.catalog.add_key(number, key, behind_id)
         for encoding, part in product(encodings, portions([*zip(tokens, behind, strict=True)])):
             every, others = zip(*part, strict=True)
             with encoder.lease(every, encoding, "warm", behind=others):

@@ -10,8 +10,10 @@ import pytest
 
 from ragcache import RagCache, SourceDocument
 from ragcache.errors import ConfigurationError, UnknownModule
-from ragcache.models import LoadedModel
+from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline import Modules
+from ragcache.store.verify import verify
+from tests.tiny_models import tiny_model
 
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
 
@@ -36,6 +38,25 @@ def test_states_are_evicted_and_warmed(rag: RagCache) -> None:
     assert [(change.action, change.tier) for change in made] == [("encode", "host")]
     assert tiers(rag) == {"kiln": ("disk", "host"), "lamp": ("disk", "host")}
     assert modules.warm("notes") == []
+
+
+@pytest.mark.parametrize("similar", [False, True])
+def test_states_that_cannot_move_belong_to_modules(
+    tmp_path: Path, reader: LoadedModel, similar: bool
+) -> None:
+    causal = wrap_causal(tiny_model("gpt2", vocab_size=len(reader.tokenizer)))
+    model = LoadedModel("tiny", causal, reader.tokenizer)
+    text = "\n\n".join(f"# Shelf {n}\n\nLamp {n} is on shelf {n}. " * 4 for n in range(3))
+    document = SourceDocument("lamps", text)
+    with RagCache.open(tmp_path / "state", model, module_tokens=64, force_modes=True) as rag:
+        made = rag.ingest("notes", [document])
+        assert made.modules > 2
+        rag.collections.set_priming("notes", similar=similar)
+        assert rag.modules.warm("notes", mode="rooted") == [], "ingestion encoded them"
+        assert len(rag.modules.warm("notes", mode="primed")) == made.modules
+        assert rag.modules.warm("notes", mode="primed") == []
+        assert verify(rag.internals.shared.store).clean
+        assert rag.ingest("notes", [document]).encoded == 0
 
 
 def test_states_move_down_and_up(rag: RagCache) -> None:
