@@ -253,8 +253,8 @@ def priming(
         if default or similar or text is not None:
             store.discard(catalog.settings.set_priming(collection, text, similar=similar))
         version = catalog.version(collection)
-    built_in = "the most similar other module of each" if version.similar else "the built-in text"
-    ui.console.print(version.priming or built_in, markup=False)
+    named = "the most similar other module of each" if version.similar else "the built-in text"
+    ui.console.print(version.priming or named, markup=False)
 
 
 @expand_options
