@@ -4,8 +4,10 @@ of CPUs."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+import torch
 
 from ragcache.engine import (
     Context,
@@ -17,6 +19,8 @@ from ragcache.engine import (
     Segment,
     encode,
 )
+from ragcache.engine.encoding import StatesChannel
+from ragcache.engine.handle import RequestHandle
 from ragcache.engine.runner import RaggedModelRunner
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.hf_patch import number_layers
@@ -102,6 +106,49 @@ def test_answers_are_those_of_the_ragged_runner(family: str) -> None:
     expected = SteppedCore(RaggedModelRunner(causal), config_of(causal)).run(*requests)
     core = device_core(causal)
     assert_same_answers(core.run(*requests), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eager_layers")
+@pytest.mark.parametrize(("portion", "squares"), [(64, [6, 5]), (3, [3, 3, 3])])
+def test_long_modules_attend_to_themselves_as_squares(
+    portion: int, squares: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules that are encoded whole and in portions, in steps of more rows than a graph has."""
+    from ragcache.attention.triton import launch
+    from ragcache.engine import device_runner as module
+    from ragcache.engine.device_recurrent import HybridDeviceRunner
+
+    sizes, attend = list[int](), launch.attend_square
+
+    def square(query: torch.Tensor, *others: object) -> object:
+        sizes.append(query.shape[1])
+        return attend(query, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(launch, "attend_square", square)
+    monkeypatch.setattr(HybridDeviceRunner, "_try_squares", lambda _: 3)
+    causal = tiny_causal("falcon_h1")
+    [root] = encode(causal, [EncodeJob(random_tokens(5, seed=1))])
+    before = Segment(root, 0)
+    jobs = [EncodeJob(random_tokens(n, seed=n), root.length, before) for n in LENGTHS]
+    runner = HybridDeviceRunner(causal, prefill_tokens=64)
+    small = replace(module.GRAPH_CAPACITY, rows=2)
+    monkeypatch.setattr(module, "GRAPH_CAPACITY", small)
+    core = SteppedCore(runner, replace(config_of(causal), prefill_tokens=portion))
+    channel = StatesChannel(lambda: None)
+    core.add_encoding(jobs, channel)
+    core.drain()
+    for found, expected in zip(RequestHandle(channel), encode(causal, jobs), strict=True):
+        torch.testing.assert_close(found.keys, expected.keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.values, expected.values, rtol=1e-4, atol=1e-4)
+        assert found.recurrent is not None
+        assert expected.recurrent is not None
+        for name, each in expected.recurrent.tensors().items():
+            torch.testing.assert_close(
+                found.recurrent.tensors()[name], each, rtol=1e-3, atol=1e-3, msg=name
+            )
+    assert sorted(sizes) == sorted(causal.num_layers * squares), "others are shorter"
+    assert not runner._step.squares
 
 
 @pytest.mark.slow
