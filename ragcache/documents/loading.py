@@ -166,7 +166,7 @@ class _Loader:
     def find(self, paths: Iterable[Path]) -> dict[Path, list[_File]]:
         """Return the files to read for each path: the files in a folder, or the file itself.
 
-        Raises `UnreadableDocument` for paths that do not exist.
+        Raises `UnreadableDocument` for paths that do not exist, and for state folders.
         """
         missing, modes = [], {}
         for path in paths:
@@ -225,6 +225,11 @@ class _Loader:
         for root, names, files in os.walk(folder, onerror=self._note_folder):
             below = Path(root)
             if LEDGER_FILE in files:
+                if below == folder:
+                    raise UnreadableDocument(
+                        f"{folder} is a state folder of ragcache (it holds {LEDGER_FILE}). Nothing "
+                        "was ingested: keep documents and states in folders of their own"
+                    )
                 names.clear()
                 self.skipped.append(SkippedFile(f"{below}{os.sep}", "a state folder of ragcache"))
                 continue

@@ -104,6 +104,11 @@ class TestFolders:
         [skipped] = loaded.skipped
         assert skipped == SkippedFile(f"{tmp_path / 'state'}{os.sep}", "a state folder of ragcache")
 
+    def test_a_state_folder_itself_is_named(self, tmp_path: Path) -> None:
+        (write(tmp_path, a="text") / LEDGER_FILE).write_bytes(b"")
+        with pytest.raises(UnreadableDocument, match="is a state folder of ragcache"):
+            load_sources(tmp_path)
+
     def test_reading_is_reported_in_bytes(self, tmp_path: Path) -> None:
         seen: list[tuple[int, int]] = []
         write(tmp_path, a="text", b="more text")
