@@ -519,7 +519,7 @@ def serve(
     if settings.replicas is not None or settings.autoscale is not None:
         _serve_cluster(settings)
         return
-    with ui.errors.status("loading the model"):
+    with ui.loading_model():
         from ragcache import RagCache
 
         rag = RagCache.open(settings.state, **settings.open_options() | {"warm_up": True})

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -100,13 +101,19 @@ def open_rag(options: ServiceOptions, **changes: Any) -> RagCache:
     check_model(settings.model)
     check_embedding(settings.embedding)
     check_reranker(settings.reranker)
-    with (
-        errors.status("loading the model") as status,
-        _shown_logs("ragcache.models", status.update),
-    ):
+    with loading_model():
         from ragcache import RagCache
 
         return RagCache.open(settings.state, **settings.open_options())
+
+
+@contextmanager
+def loading_model() -> Iterator[None]:
+    """Report on standard error that a model is loaded, and how far its conversion is."""
+    with errors.status("loading the model") as status:
+        show = status.update if errors.is_terminal else partial(errors.print, markup=False)
+        with _shown_logs("ragcache.models.gguf", show):
+            yield
 
 
 @contextmanager

@@ -404,7 +404,7 @@ def plan(
     from ragcache.planning import Budgets, advise, make_plan
 
     budgets = Budgets.parse(settings.host_bytes, settings.device_bytes, settings.disk_bytes)
-    with ui.errors.status("loading the model"):
+    with ui.loading_model():
         from ragcache.models import load_model
 
         loaded = load_model(settings.model, device=settings.device, dtype=settings.dtype)

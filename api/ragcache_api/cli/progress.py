@@ -34,14 +34,14 @@ class StageProgress:
     def __init__(self, bars: Progress, now: Callable[[], float] = time.monotonic) -> None:
         self._bars, self._now = bars, now
         self._tasks: dict[str, TaskID] = {}
-        self._began: dict[str, float] = {}
+        self._began: dict[str, tuple[float, int]] = {}  # time, parts that were done
         self._written = now()
 
     def report(self, stage: str, done: int, total: int) -> None:
         """Show that a stage has done a number of parts out of a total."""
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(stage, total=total)
-            self._began[stage] = self._now()
+            self._began[stage] = self._now(), done
         if not self._bars.disable:
             self._bars.update(self._tasks[stage], completed=done, total=total)
         elif total and self._now() - self._written >= LOG_SECONDS:
@@ -50,9 +50,10 @@ class StageProgress:
 
     def _line(self, stage: str, done: int, total: int) -> str:
         line = f"{stage}: {done:,} of {total:,} ({done / total:.0%})"
-        if not 0 < done < total:
+        began, before = self._began[stage]
+        if not before < done < total:
             return line
-        left = (self._now() - self._began[stage]) / done * (total - done)
+        left = (self._now() - began) / (done - before) * (total - done)
         return f"{line}, about {format_duration(left)} left"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from rich.progress import Progress
 
@@ -22,6 +24,28 @@ def test_a_log_gets_a_line_every_ten_seconds_with_an_estimate(
         "encoding: 4 of 8 (50%), about 20 s left",
         "encoding: 8 of 8 (100%)",
     ]
+
+
+def test_parts_that_were_done_before_are_no_estimate(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = 0.0
+    progress = StageProgress(Progress(disable=True), lambda: now)
+    for second, done in ((10, 8), (20, 18)):
+        now = float(second)
+        progress.report("encoding", done, 48)
+    assert capsys.readouterr().err.splitlines() == [
+        "encoding: 8 of 48 (17%)",
+        "encoding: 18 of 48 (38%), about 30 s left",
+    ]
+
+
+def test_a_log_gets_the_progress_of_a_conversion(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("ragcache.models.gguf")
+    with ui.loading_model():
+        logger.info("converting %s to a checkpoint, once", "model.gguf")
+    logger.info("nobody waits for this")
+    assert capsys.readouterr().err == "converting model.gguf to a checkpoint, once\n"
 
 
 def test_a_short_command_writes_no_line(capsys: pytest.CaptureFixture[str]) -> None:
