@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import gc
+import re
 import sys
 from functools import cache
 from importlib import import_module
+from inspect import cleandoc
 from io import TextIOWrapper
 from typing import Annotated, Any
 
@@ -93,10 +95,19 @@ def load_command(name: str) -> Any:
     module, _, attribute = _COMMANDS[name][0].partition(".")
     found = getattr(import_module(f"ragcache_api.cli.{module}"), attribute)
     if isinstance(found, typer.Typer):
-        return typer.main.get_group(found)
+        group = typer.main.get_group(found)
+        for command in group.commands.values():
+            _join_lines(command)
+        return group
     single = typer.Typer(**_STYLE, add_completion=False)
     single.command(name)(found)
-    return typer.main.get_command(single)
+    return _join_lines(typer.main.get_command(single))
+
+
+def _join_lines(command: Any) -> Any:
+    """Join the lines of each paragraph of a command's help, for narrow terminals."""
+    command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.help or ""))
+    return command
 
 
 class InterruptibleCommands(typer.core.TyperGroup):

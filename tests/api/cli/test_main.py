@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import Engine, event
 
 from ragcache import RagCache, __version__
+from ragcache_api.cli.main import load_command
 from tests.api.cli.conftest import QUESTION, Run, error_of
 
 
@@ -43,6 +44,12 @@ def test_the_version_is_printed_with_its_commit(
 ) -> None:
     monkeypatch.setattr("ragcache_api.cli.main.find_commit", lambda: commit)
     assert run("--version")[:2] == (0, f"ragcache {__version__}{told}\n")
+
+
+def test_paragraphs_of_help_wrap_on_narrow_terminals() -> None:
+    assert "or questions encode them again." in load_command("priming").help
+    [shown] = [each for each in load_command("keys").commands.values() if each.name == "create"]
+    assert "\n" not in shown.help.replace("\n\n", "")
 
 
 def test_a_full_disk_is_named(run: Run, ingested: Path) -> None:
