@@ -339,6 +339,11 @@ def _quantize(
 def _local_or_hub(source: str) -> str:
     """The folder of a checkpoint or, while the hub answers, the name of a hub model. Without the
     hub, a model is looked for in its cache. Raises `ModelNotFound`."""
+    if Path(source).is_dir() and not Path(source, "config.json").is_file():
+        raise ModelNotFound(
+            f"cannot load the model {source!r}: the folder has no config.json. Give a folder with "
+            "config.json, weights and tokenizer, the name of a hub model, or a GGUF file"
+        )
     if Path(source).is_dir() or not _HUB_NAME.fullmatch(source) or _hub_answers():
         return source
     from huggingface_hub import snapshot_download

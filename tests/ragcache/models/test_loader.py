@@ -59,6 +59,9 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, reader: LoadedModel) -> No
     weights.unlink()
     with pytest.raises(ModelNotFound, match="cannot load the model"):
         load_model(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelNotFound, match=r"the folder has no config\.json"):
+        load_model(folder)
     folder = tmp_path / "nowhere"
     with pytest.raises(ModelNotFound, match=r"config\.json, weights and tokenizer") as caught:
         load_model(folder)
