@@ -239,7 +239,7 @@ class Catalog:
             if names and not replaces:
                 raise CollectionExists(
                     f"the collection {collection!r} has {len(names):,} documents; import into "
-                    "another collection, or replace them"
+                    "another collection (`--as NAME`), or replace them (`--replace`)"
                 )
             freed = delete_rows(session, owner, names)
             changed = update(CollectionTable).where(CollectionTable.id == owner)

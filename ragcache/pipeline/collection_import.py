@@ -328,7 +328,7 @@ class CollectionImporter:
         if known and not self.replaces:
             raise CollectionExists(
                 f"the collection {self.collection!r} has {known:,} documents; import into another "
-                "collection, or replace them"
+                "collection (`--as NAME`), or replace them (`--replace`)"
             )
 
     def _store_states(self, job: int, contents: _Contents) -> int:

@@ -178,6 +178,7 @@ def _typed() -> Iterator[str]:
         return
     import readline  # noqa: F401  # `input` edits lines with it
 
+    ui.errors.print("[dim]an empty line or Ctrl-D ends the conversation[/]")
     while True:
         try:
             line = input(_PROMPT).strip()

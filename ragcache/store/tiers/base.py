@@ -254,7 +254,7 @@ def named_os_error(error: Exception, where: object) -> StoreError:
     """Convert an operating-system error into a `StoreError` that says what to do."""
     if getattr(error, "errno", None) in _FULL:
         return StoreFull(
-            f"no space left for states under {where}; free some space or move the state folder. "
+            f"no space left at {where}; free some space or use another disk. "
             "What was stored before stays usable"
         )
     reason = getattr(error, "strerror", None) or error

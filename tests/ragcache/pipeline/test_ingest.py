@@ -202,7 +202,7 @@ def test_a_full_disk_stops_an_ingestion_and_nothing_else(
     with monkeypatch.context() as patched:
         patched.setattr(ragcache.store.tiers.base, "write_through", full)
         patched.setattr(Ledger, "record", full_ledger)
-        with pytest.raises(StoreFull, match=r"no space left for states under .*; free some space"):
+        with pytest.raises(StoreFull, match=r"no space left at .*; free some space"):
             rag.ingest("c", [SourceDocument("ebb", "New."), SourceDocument("flow", "Flood.")])
         answer = rag.ask("Is the ebb slow?", collection="c")
         assert (answer.text, answer.reuse) == (expected.text, expected.reuse)
