@@ -220,7 +220,6 @@ def test_python_examples_run(
     empty_clone: Path, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "examples").symlink_to(empty_clone / "examples")
-    (tmp_path / "handbook").symlink_to(empty_clone / "examples" / "handbook")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     blocks = page_blocks(page, "python")
