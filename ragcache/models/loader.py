@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -11,8 +10,6 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 
@@ -30,7 +27,7 @@ from ragcache.models.dtype import (
 )
 from ragcache.models.model import CausalLM
 from ragcache.models.plain import PlainForCausalLM, PlainLM
-from ragcache.models.quiet import quiet_loading
+from ragcache.models.quiet import hub_answers, quiet_loading
 from ragcache.models.reader import READER, read_reader
 from ragcache.models.tokenizer import PromptTokenizer, tokenizer_fingerprint
 from ragcache.modes import PRIMED, ROOTED, ReuseMode
@@ -55,7 +52,6 @@ _ANOTHER_DAY = datetime(2031, 1, 5, 13, 14, 15)
 _DIRECTIVES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "dmyHIMSj"]
 _DIRECTIVES += [f"%{letter}" for letter in "aAwbBYpfUWcxXeFDTGuVZz"]
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
-_HUB_SECONDS = 3.0  # that the model hub has to answer
 _MARK = "\u2063ragcache\u2063"  # placeholder for the content of the user turn; no text contains it
 
 
@@ -344,7 +340,7 @@ def _local_or_hub(source: str) -> str:
             f"cannot load the model {source!r}: the folder has no config.json. Give a folder with "
             "config.json, weights and tokenizer, the name of a hub model, or a GGUF file"
         )
-    if Path(source).is_dir() or not _HUB_NAME.fullmatch(source) or _hub_answers():
+    if Path(source).is_dir() or not _HUB_NAME.fullmatch(source) or hub_answers():
         return source
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -357,21 +353,6 @@ def _local_or_hub(source: str) -> str:
             "answer, and its cache on this machine has no such model. Give a folder with "
             "config.json, weights and tokenizer, or a GGUF file"
         ) from None
-
-
-def _hub_answers() -> bool:
-    """Whether the model hub can be reached. Asked once: its client tries again for a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or getproxies():
-        return not constants.HF_HUB_OFFLINE
-    hub = urlsplit(constants.ENDPOINT)
-    port = hub.port or (80 if hub.scheme == "http" else 443)
-    try:
-        with socket.create_connection((str(hub.hostname), port), _HUB_SECONDS):
-            return True
-    except OSError:
-        return False
 
 
 def _converted(source: str) -> str:
@@ -388,7 +369,7 @@ def _converted(source: str) -> str:
             )
         from transformers.utils import cached_file
 
-        cached = not _hub_answers()
+        cached = not hub_answers()
         path = Path(cached_file("/".join(parts[:2]), parts[2], local_files_only=cached))
     from ragcache.models.gguf import convert_gguf
 

@@ -89,7 +89,7 @@ class SentenceEmbedder(Embeddings):
 
     def __init__(self, model: str) -> None:
         check_embedding(model)
-        from ragcache.models.quiet import quiet_loading
+        from ragcache.models.quiet import hub_answers, quiet_loading
 
         with quiet_loading():
             from sentence_transformers import SentenceTransformer
@@ -97,7 +97,8 @@ class SentenceEmbedder(Embeddings):
         self.model_name = model
         self._encoding = threading.Lock()
         try:
-            self._model = SentenceTransformer(model, device="cpu")
+            cached = not Path(model).is_dir() and not hub_answers()
+            self._model = SentenceTransformer(model, device="cpu", local_files_only=cached)
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelNotFound(
                 f"cannot load the embedding model {model!r}: {error}. Give a folder, or the name "

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ragcache.config import MINILM_PACKAGE, check_embedding, check_reranker
@@ -86,7 +87,7 @@ class CrossEncoderReranker:
         check_reranker(model)
         import torch
 
-        from ragcache.models.quiet import quiet_loading
+        from ragcache.models.quiet import hub_answers, quiet_loading
 
         with quiet_loading():
             from sentence_transformers import CrossEncoder
@@ -95,7 +96,8 @@ class CrossEncoderReranker:
         self._scoring = threading.Lock()  # fast tokenizers are not thread-safe
         self._sigmoid = torch.nn.Sigmoid()
         try:
-            self._model = CrossEncoder(model, device=device, num_labels=1)
+            cached = not Path(model).is_dir() and not hub_answers()
+            self._model = CrossEncoder(model, device=device, num_labels=1, local_files_only=cached)
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelNotFound(
                 f"cannot load the reranker {model!r}: {error}. Give a folder, or the name of a hub "

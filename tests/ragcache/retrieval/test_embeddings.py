@@ -14,7 +14,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from ragcache import RagCache
 from ragcache.errors import ConfigurationError, MissingExtra, ModelNotFound
 from ragcache.models import LoadedModel
-from ragcache.retrieval import embedder_name, embeddings, resolve
+from ragcache.retrieval import CrossEncoderReranker, embedder_name, embeddings, resolve
 from ragcache.retrieval.embeddings import MiniLM, SentenceEmbedder
 from ragcache.retrieval.resolve import has_minilm, resolve_embedder
 from tests.tiny_encoders import write_embedder
@@ -88,6 +88,24 @@ def test_a_model_that_cannot_be_fetched_names_the_ways_out(
         ModelNotFound, match=r"(?s)'nobody/nothing'.*'none' finds documents by their"
     ):
         resolve_embedder("nobody/nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_silent_hub_is_not_asked_for_an_encoder(
+    answers: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def load(model: str, **options: Any) -> None:
+        raise OSError(options["local_files_only"])
+
+    monkeypatch.setattr("ragcache.models.quiet.hub_answers", lambda: answers)
+    for name in ("SentenceTransformer", "CrossEncoder"):
+        monkeypatch.setattr(f"sentence_transformers.{name}", load)
+    for encoder in (SentenceEmbedder, CrossEncoderReranker):
+        with pytest.raises(ModelNotFound, match=f"'nobody/nothing': {not answers}"):
+            encoder("nobody/nothing")
+        with pytest.raises(ModelNotFound, match=f"'{tmp_path}': False"):
+            encoder(str(tmp_path))
 
 
 @pytest.mark.skipif(not has_minilm(), reason="the extra `minilm` is not installed")
