@@ -1,9 +1,9 @@
 """Recognition of the texts of ingested modules in a prompt.
 
-All windows of `WINDOW` characters of the prompt are hashed in numpy (Karp and Rabin, 1987). A table
-of the hashes of modules' first windows gives the places where a module may begin. Modules with the
-same first window are sorted by text, so that a bisection finds the longest one at a place. Every
-match is compared in full.
+All windows of `WINDOW` characters of the prompt are hashed in numpy (Karp and Rabin, 1987), eight
+characters of them as one number. A table of the hashes of modules' first windows gives the places
+where a module may begin. Modules with the same first window are sorted by text, so that a bisection
+finds the longest one at a place. Every match is compared in full.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ NO_DOCUMENT = -1
 """Id of the module of a text that no document has."""
 
 _BASE = 0x9E3779B97F4A7C15
+_WORD = 8  # characters of a 64-bit number
 _NONE: Hashes = np.empty(0, dtype=np.uint64)
 _FILTER_BITS = 8  # 2^8 filter entries for each module rule out most windows
 _MOST_BITS = 22  # maximum filter of 4 MiB; the filter of few modules fits into the L1 cache
@@ -183,9 +184,10 @@ class FingerprintTable:
         if len(text) < WINDOW or not self._modules:
             return nothing, nothing
         windows = window_hashes(text)
-        places = np.flatnonzero(self._filter[windows >> self._shift])
-        groups = np.searchsorted(self._hashes, windows[places], "right") - 1
-        same = self._hashes[groups] == windows[places]
+        [places] = self._filter.take((windows >> self._shift).view(np.int64)).nonzero()
+        likely = windows[places]
+        groups = self._hashes.searchsorted(likely, "right") - 1
+        same = self._hashes[groups] == likely
         return places[same], groups[same]
 
     def standing(self, text: str) -> Iterator[tuple[int, PrefixGroup, int]]:
@@ -320,23 +322,35 @@ class Fingerprints:
 
 
 def window_hashes(text: str, window: int = WINDOW) -> Hashes:
-    """Return polynomial hashes of all runs of `window` characters, modulo 2^64.
+    """Return hashes of all runs of `window` characters, modulo 2^64.
 
-    The hash of text[i:i+n] is the sum of code(text[i+k]) * B^k over k < n (Karp and Rabin, 1987).
-    The hash of 2n characters follows from the hashes of both halves. The high bits are better
-    distributed than the low.
+    Each character counts as a byte. The hash of eight is their 64-bit number times B. The hash of
+    2n characters is the sum of the hash of the first half and B^n times the one of the second
+    (Karp and Rabin, 1987). The high bits are better distributed than the low.
 
     Args:
         text: The text.
-        window: Characters of a run, a power of two.
+        window: Characters of a run, a power of two of at least 8.
 
     Returns:
         [characters - window + 1], in order; empty for a shorter text.
     """
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    hashes = codes.astype(np.uint64)
-    size = 1
+    if len(text) < window:
+        return _NONE
+    words = np.ndarray(len(text) - _WORD + 1, "<u8", _letters(text), strides=(1,))
+    hashes = words * np.uint64(_BASE)
+    size = _WORD
     while size < window:
-        hashes = hashes[:-size] + hashes[size:] * np.uint64(pow(_BASE, size, 2**64))
-        size *= 2
+        longer = hashes[size:] * np.uint64(pow(_BASE, size, 2**64))
+        longer += hashes[:-size]
+        hashes, size = longer, 2 * size
     return hashes
+
+
+def _letters(text: str) -> bytes:
+    """Return a byte for each character: its code, or a digest of a code above 255."""
+    if text.isascii():
+        return text.encode("ascii")
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    folded: npt.NDArray[np.uint8] = (codes ^ (codes >> 8) ^ (codes >> 16)).astype(np.uint8)
+    return folded.tobytes()

@@ -25,6 +25,7 @@ from ragcache.recognition import (
     find,
     window_hashes,
 )
+from ragcache.recurrence import GRAM
 from ragcache.states import KVKey
 
 BOATS = "The survey boat Pipit is moored at the north quay.\n\n"
@@ -362,3 +363,32 @@ def test_windows_share_a_hash_only_if_their_texts_are_equal(shared: str, around:
     windows = [text[at : at + WINDOW] for at in range(len(text) - WINDOW + 1)]
     assert len(hashes) == len(windows)
     assert len({*zip(windows, hashes, strict=True)}) == len({*windows}) == len({*hashes})
+
+
+@given(
+    st.text(st.sampled_from("ab \u00e9"), min_size=GRAM, max_size=99), st.sampled_from("a\u20ac")
+)
+def test_a_window_has_one_hash_in_any_text(text: str, after: str) -> None:
+    """A character that takes more than a byte changes the hashes of its own windows alone."""
+    for window in (WINDOW, GRAM):
+        alone = window_hashes(text, window)
+        assert window_hashes(text + after, window)[: len(alone)].tolist() == alone.tolist()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("a", "b"), ("\u00e9", "\u00e8"), ("\u4e00", "\u4e01"), ("\U0001f600", "\U0001f601")],
+)
+def test_letters_of_all_planes_are_told_apart(one: str, other: str) -> None:
+    [whole] = window_hashes(one * WINDOW)
+    for at in range(WINDOW):
+        text = one * at + other + one * (WINDOW - at - 1)
+        assert window_hashes(text) != whole
+
+
+def test_a_text_of_wide_letters_is_found_among_others() -> None:
+    texts = ["\u4e16\u754c" * 30 + f" number {n}, \u20ac" for n in range(3)]
+    rows = [ModuleRow(n, str(n), "", "", text) for n, text in enumerate(texts)]
+    table = FingerprintTable(Fingerprints.of(rows))
+    found = find(f"Ask: {texts[2]}, {texts[0]}", table)
+    assert [each.module.id for each in found] == [2, 0]
