@@ -172,6 +172,7 @@ def planned(
         chunks, tables, DecodeBatch()
     )
     tables.upload()
+    assert tables.views.live_rows.tolist() == [batch.rows], "the others are padding"
     return batch
 
 
