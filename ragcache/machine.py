@@ -40,8 +40,6 @@ _PATIENCE = 0.02  # seconds for more runs than the fewest
 _CGROUP = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
 _LARGEST_KEPT = 32 * 2**20  # bytes; the most that glibc takes
-ARENAS = 2
-"""Arenas of malloc that all threads share."""
 RELEASE_SECONDS = 15.0
 """Seconds between two returns of freed memory to the system."""
 _openings = count()
@@ -97,6 +95,22 @@ def quicker_rows(
     return quicker
 
 
+def share_arena() -> bool:
+    """Lets all threads share malloc's main arena.
+
+    Returns whether it does: not with another libc, and not where the environment sets the number of
+    arenas. Threads that have begun keep their arenas, and later threads share all of these.
+    Therefore a process calls this before it begins threads.
+
+    Of other arenas `release_freed_memory` returns free memory between blocks in use alone. Memory
+    at the end of an arena, up to 64 MiB, stays once it was used.
+    """
+    mallopt = _mallopt()
+    if mallopt is None or "MALLOC_ARENA_MAX" in os.environ:
+        return False
+    return bool(mallopt(_M_ARENA_MAX, 1))
+
+
 def keep_freed_memory() -> bool:
     """Lets glibc's malloc keep freed blocks of up to 32 MiB, and 64 MiB at the end of a heap.
 
@@ -106,20 +120,24 @@ def keep_freed_memory() -> bool:
     larger results of a step are returned to the system and their pages are mapped anew, one by one,
     in the next: a fifth of the time of a prompt of 1,300 tokens.
 
-    All threads share two arenas, unless `MALLOC_ARENA_MAX` is set. Otherwise each thread that has
-    written or read states keeps up to 64 MiB of an arena of its own, with eight arenas a core. A
-    process that already has more than eight arenas keeps that limit; only the variable helps there.
+    Threads that begin later share arenas (`share_arena`). Otherwise each thread that has written or
+    read states keeps up to 64 MiB of an arena of its own, with eight arenas a core. A process that
+    already has more than eight arenas keeps that limit; only the variable helps there.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return False
-    if "MALLOC_ARENA_MAX" not in os.environ:
-        mallopt(_M_ARENA_MAX, ARENAS)
-    if {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
+    share_arena()
+    mallopt = _mallopt()
+    if mallopt is None or {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
         return False
     return bool(
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT) and mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_KEPT)
     )
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    """None with another libc, and where the environment has tunables of malloc."""
+    if sys.platform != "linux" or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return None
+    return getattr(ctypes.CDLL(None), "mallopt", None)
 
 
 def release_freed_memory() -> bool:

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 from ragcache.config import LEDGER_FILE, parse_bytes, parse_optional_bytes
 from ragcache.db import Database, Ledger
 from ragcache.errors import ConfigurationError, InvalidRequest, StoreUnwritable
+from ragcache.machine import share_arena
 from ragcache.models import LoadedModel, load_model
 from ragcache.params import OpenConfig
 from ragcache.pipeline import SharedServices
@@ -70,6 +71,8 @@ def open_folder(
             closing(Database.open(config.ledger or folder / LEDGER_FILE))
         )
         loaded = model if isinstance(model, LoadedModel) else _load(model, config, database)
+        if loaded.causal.device.type == "cpu":
+            share_arena()  # before this process begins threads
         variables = _template_kwargs(loaded, config.chat_template_kwargs)
         preamble = resolve_instruction(loaded, config.instruction)
         if config.tensor_parallel > 1:

@@ -84,6 +84,36 @@ while resident() > with_holes - 50 and time.monotonic() < until:
     time.sleep(0.05)
 print(json.dumps([full - with_holes, with_holes - resident()]))
 """
+ENDS = """
+import json, sys, threading, psutil
+from ragcache import machine
+
+def resident():
+    return psutil.Process().memory_info().rss // 2**20
+
+def work():
+    begun.release()
+    ready.wait()
+    blocks = [bytearray(b"x") * 2**20 for _ in range(24)]
+    del blocks
+    done.release()
+    ended.wait()
+
+begun, ready = threading.Semaphore(0), threading.Event()
+done, ended, before = threading.Semaphore(0), threading.Event(), resident()
+if {shared}:
+    machine.share_arena()
+for _ in range(6):
+    threading.Thread(target=work).start()
+    begun.acquire()
+machine.keep_freed_memory()
+ready.set()
+for _ in range(6):
+    done.acquire()
+machine.release_freed_memory()
+print(json.dumps([resident() - before]))
+ended.set()
+"""
 LIMITS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 
 
@@ -162,6 +192,16 @@ def test_memory_between_blocks_in_use_is_returned_regularly() -> None:
     by_malloc, by_us = measure(HOLES)
     assert by_malloc < 20, "malloc itself keeps the holes"
     assert by_us > 50
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the limits are glibc's malloc's")
+@pytest.mark.slow
+def test_memory_at_the_end_of_a_shared_arena_is_returned() -> None:
+    """Six threads, which begin before the engine, free 24 MiB each."""
+    [grown] = measure(ENDS.replace("{shared}", "False"))
+    assert grown > 50, "ends of other arenas stay"
+    [grown] = measure(ENDS.replace("{shared}", "True"))
+    assert grown < 20
 
 
 @pytest.mark.parametrize(

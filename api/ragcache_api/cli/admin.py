@@ -513,12 +513,15 @@ def serve(
 
     Settings also come from RAGCACHE_NAME in the environment and from ragcache.toml.
     """
+    from ragcache.machine import share_arena
     from ragcache_api.http.server import serve as serve_app
 
     settings = ui.read_settings(options, **_parse_settings(setting or []))
     if settings.replicas is not None or settings.autoscale is not None:
         _serve_cluster(settings)
         return
+    if not settings.device.startswith("cuda"):
+        share_arena()  # before the status begins a thread
     with ui.loading_model():
         from ragcache import RagCache
 

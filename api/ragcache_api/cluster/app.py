@@ -28,7 +28,7 @@ from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Message
 
 from ragcache.db import ApiKeys, Database
-from ragcache.machine import ARENAS, release_freed_memory_regularly
+from ragcache.machine import release_freed_memory_regularly
 from ragcache.routing import RoutingCosts
 from ragcache_api.cluster import replicas as shared
 from ragcache_api.cluster.gateway import create_gateway
@@ -352,7 +352,7 @@ def ray_serve(settings: ServiceSettings) -> Iterator[None]:
         os.environ.setdefault(_PROXY_PATIENCE, "60")  # Ray's 5 s are too short on a busy machine
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower replicas' priority
         # a worker has more threads with arenas than `keep_freed_memory` can limit
-        os.environ.setdefault("MALLOC_ARENA_MAX", str(ARENAS))
+        os.environ.setdefault("MALLOC_ARENA_MAX", "2")
         bounds = settings.autoscale_bounds
         most = bounds[1] if bounds else settings.replicas or 1
         ray.init(

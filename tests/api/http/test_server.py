@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
 import re
 import signal
 import sqlite3
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -63,6 +67,36 @@ def test_a_service_returns_freed_memory_while_it_runs(
     monkeypatch.setattr(server.GracefulServer, "run", lambda _: done.append("run"))
     server.serve(rag, ServiceSettings.read())
     assert done == ["release", "run"]
+
+
+ARENAS = """
+import ctypes, sys
+from pathlib import Path
+from ragcache_api.cli.main import app
+from ragcache_api.http import server
+
+def count_arenas(rag, settings):
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    file = ctypes.c_void_p(libc.fopen(b"malloc.xml", b"w"))
+    libc.malloc_info(0, file)
+    libc.fclose(file)
+    print(Path("malloc.xml").read_text().count("<heap "))
+
+server.serve = count_arenas
+sys.argv = ["ragcache", "serve", "--state", "state"]
+app()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's malloc's")
+@pytest.mark.slow
+def test_all_threads_of_a_service_share_one_arena(tmp_path: Path) -> None:
+    """Memory at the end of another one would not be returned."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC")}
+    command = [sys.executable, "-c", ARENAS]
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["1"]
 
 
 pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1"])]
