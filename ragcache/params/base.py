@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from functools import wraps
 from typing import (
     TYPE_CHECKING,
@@ -38,6 +39,8 @@ from ragcache.errors import InvalidRequest, RagCacheError
 P = ParamSpec("P")
 OptionsT = TypeVar("OptionsT")
 Owner = TypeVar("Owner")
+
+_LIKENESS = 0.8  # of an unknown option to one that it is misspelled from
 First = TypeVar("First")
 Second = TypeVar("Second")
 Result = TypeVar("Result")
@@ -227,7 +230,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     name, kind, message = ".".join(map(str, first["loc"])), first["type"], first["msg"]
     known = ", ".join(model.model_fields)
     if kind == "extra_forbidden":
-        return f"unknown option {name!r}; options: {known}"
+        near = "".join(get_close_matches(name, model.model_fields, 1, _LIKENESS))
+        return f"unknown option {name!r}{near and f', like {near!r}'}; options: {known}"
     if kind == "missing":
         return f"the option {name!r} is missing; options: {known}"
     if kind in ("value_error", "withheld"):

@@ -514,12 +514,14 @@ def serve(
     Settings also come from RAGCACHE_NAME in the environment and from ragcache.toml.
     """
     from ragcache.machine import share_arena
+    from ragcache_api.http.server import check_address
     from ragcache_api.http.server import serve as serve_app
 
     settings = ui.read_settings(options, **_parse_settings(setting or []))
     if settings.replicas is not None or settings.autoscale is not None:
         _serve_cluster(settings)
         return
+    check_address(settings)
     if not settings.device.startswith("cuda"):
         share_arena()  # before the status begins a thread
     with ui.loading_model():

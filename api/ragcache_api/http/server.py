@@ -10,7 +10,7 @@ import ipaddress
 import logging
 import signal
 import time
-from socket import socket
+from socket import AF_INET, AF_INET6, create_server, socket
 from types import FrameType
 
 import uvicorn
@@ -133,6 +133,22 @@ def server_config(app: FastAPI, settings: ServiceSettings) -> uvicorn.Config:
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies,
     )
+
+
+def check_address(settings: ServiceSettings) -> None:
+    """Check that this process may listen on the address, before a model is loaded for it.
+
+    Raises:
+        ConfigurationError: Another process listens there, or the address is not this machine's.
+    """
+    family = AF_INET6 if ":" in settings.host else AF_INET
+    try:
+        create_server((settings.host, settings.port), family=family).close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{settings.host}, port {settings.port}: {error.strerror}; choose another address with "
+            "--host and --port"
+        ) from error
 
 
 def check_exposure(keys: ApiKeys, settings: ServiceSettings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import time
 from contextlib import closing
 from pathlib import Path
@@ -180,6 +181,18 @@ def test_options_come_before_environment_and_file(
 def test_a_setting_with_an_option_of_its_own_is_refused(run: Run, name: str) -> None:
     refused = error_of(run("serve", "--set", f"{name}=x"), "ConfigurationError")
     assert f"write --{name} x" in refused
+
+
+@pytest.mark.enable_socket
+def test_an_address_in_use_is_named_before_a_model_is_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RagCache, "open", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = error_of(run("serve", "--port", port), "ConfigurationError")
+    assert f"127.0.0.1, port {port}: Address already in use" in refused
+    assert "choose another address with --host and --port" in refused
 
 
 @pytest.mark.slow

@@ -214,7 +214,7 @@ def test_too_long_a_prompt_raises_in_langchains_terms(scripted: RagCache) -> Non
     [
         ([], {}, "there are no messages"),
         ([("system", ""), {"role": "robot", "content": "x"}], {}, "robot"),
-        ("x", {"temprature": 1}, "unknown option 'temprature'"),
+        ("x", {"temprature": 1}, "unknown option 'temprature', like 'temperature'; options"),
         ("x", {"temperature": -1}, "temperature is -1"),
         ("x", {"model": "another"}, "'another' is not open"),
         ("x", {"mode": "quick"}, "unknown mode"),
