@@ -96,7 +96,7 @@ def quicker_rows(
 
 
 def share_arena() -> bool:
-    """Lets all threads share malloc's main arena.
+    """Let all threads share malloc's main arena.
 
     Returns whether it does: not with another libc, and not where the environment sets the number of
     arenas. Threads that have begun keep their arenas, and later threads share all of these.
@@ -112,7 +112,7 @@ def share_arena() -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """Lets glibc's malloc keep freed blocks of up to 32 MiB, and 64 MiB at the end of a heap.
+    """Let glibc's malloc keep freed blocks of up to 32 MiB, and 64 MiB at the end of a heap.
 
     Returns whether it does: not with another libc, and not where the environment sets these limits.
 
