@@ -325,8 +325,8 @@ class TestOptions:
 
     @pytest.mark.parametrize(("methods", "given", "message"), [
         ("ask ask_batch stream", {"colection": "notes"},
-         "'colection'; options: k, search, filters, threshold, relative_threshold, rerank, "
-         "mmr, candidates, collection, mode, generation, selection, "
+         "'colection', like 'collection'; options: k, search, filters, threshold, "
+         "relative_threshold, rerank, mmr, candidates, collection, mode, generation, selection, "
          "chat_template_kwargs$"),
         ("chat chat_batch stream_chat stream_chat_batch", {"temperature": 1.0},
          "'temperature'; options: k, search, filters, threshold, relative_threshold, "

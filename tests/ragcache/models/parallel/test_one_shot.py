@@ -101,6 +101,6 @@ def test_ranks_meet_in_memory_that_all_of_them_map(ranks: int) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
