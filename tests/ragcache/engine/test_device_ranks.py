@@ -32,7 +32,7 @@ from tests.tiny_models import tiny_model
 pytestmark = [interpreted, pytest.mark.slow]
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-LIMIT, SECONDS = 5, 200
+LIMIT, SECONDS = 3, 200
 
 
 @pytest.fixture(autouse=True)

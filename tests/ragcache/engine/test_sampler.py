@@ -216,7 +216,7 @@ def test_tokens_and_log_probabilities_equal_the_definition(kernels: bool) -> Non
 @pytest.mark.parametrize(
     "kernels", [False, pytest.param(True, marks=[interpreted, pytest.mark.slow])]
 )
-@settings(max_examples=scaled(60))
+@settings(max_examples=scaled(60, quick=0.1))
 @given(
     samplings=st.lists(SAMPLINGS, max_size=2 * CPU_ROWS + 1),
     seed=st.integers(0, 99),
