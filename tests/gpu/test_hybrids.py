@@ -141,6 +141,24 @@ def test_a_prompt_resumes_from_an_earlier_one(pair: tuple[Encoded, Encoded]) -> 
     assert_same_answers([found[2]], [alone])
 
 
+def test_long_modules_in_bfloat16_are_near_those_of_the_cpu() -> None:
+    """One pass of more rows than a graph has, in which each module attends to itself by cuDNN."""
+    plain = tiny_hybrid("falcon_h1", max_position_embeddings=2048)
+
+    def states(causal: CausalLM) -> list[KVStates]:
+        with LLMEngine(causal, EngineConfig(2**25)) as engine:
+            [root] = engine.encode([EncodeJob(random_tokens(11, seed=1))])
+            modules = [random_tokens(1500, seed=seed) for seed in range(3)]
+            jobs = [EncodeJob(each, root.length, Segment(root, 0)) for each in modules]
+            return list(engine.encode(jobs))
+
+    expected = states(wrap_causal(copy.deepcopy(plain)))
+    found = states(wrap_causal(plain.to("cuda", torch.bfloat16)))
+    for ours, theirs in zip(found, expected, strict=True):
+        error = (ours.keys[1].cpu().float() - theirs.keys[1]).abs().mean()
+        assert error < 0.15, "0.04 on a CPU, 0.7 if the modules' tokens do not see each other"
+
+
 def test_short_dtypes_stay_close() -> None:
     plain = tiny_hybrid("qwen3_5_text")
     cpu = Encoded(wrap_causal(copy.deepcopy(plain)))
