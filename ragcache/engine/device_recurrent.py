@@ -229,11 +229,8 @@ class HybridDeviceRunner(DeviceModelRunner):
         step.kernels = self._kernels if launch.tables is self._tables else self._eager_kernels
         inputs = views.token_ids[:row], views.position_ids[:row], views.logit_rows[:0]
         recurrent = RecurrentBatch(runs, self.device)
-        step.squares = launch.squares
-        try:
+        with step.with_reads(squares=launch.squares):
             return self.model.forward(ForwardBatch(*inputs, self._metadata, recurrent))
-        finally:  # memory may end
-            step.squares = ()
 
 
 def _slot_of(snapshot: RecurrentSnapshot) -> StateSlot:

@@ -96,6 +96,18 @@ class StepAttention:
     squares: Sequence[Square] = ()
     before_layer: Callable[[], None] | None = None
 
+    @contextmanager
+    def with_reads(
+        self, arrivals: Sequence[Arrival] = (), squares: Sequence[Square] = ()
+    ) -> Iterator[None]:
+        """Read arriving states and compute squares in the block alone, also if memory ends in it: a
+        graph that is captured later must have neither."""
+        self.arrivals, self.squares = arrivals, squares
+        try:
+            yield
+        finally:
+            self.arrivals = self.squares = ()
+
     def attend(
         self,
         layer: int,
@@ -259,15 +271,13 @@ class DeviceModelRunner:
         for bucket in self._buckets["mixed"]:
             if self._cuts and bucket.rows <= ROWS_BY_LAYER:
                 bucket.by_layer = self._capture(bucket, by_layer=True)
-        most = self._eager_tables.capacity.rows
+        most, squares = self._eager_tables.capacity.rows, list[Square]()
         if self._square_rows:
             prepare_squares(self._heads, self.model.dtype, self.device, most)
             sizes = pairwise((0, self._square_rows, most))  # of few rows, and of many
-            self._step.squares = [Square(*each) for each in sizes]
-        try:
+            squares = [Square(*each) for each in sizes]
+        with self._step.with_reads(squares=squares):
             self._compute("mixed", self._eager_tables, most, MOST_LOGITS)
-        finally:  # memory may end; a capture must not have squares
-            self._step.squares = ()
         logger.info("warmed up in %.1f s", time.perf_counter() - begin)
 
     def _plan(self, chunks: Sequence[ScheduledChunk], decoding: DecodeBatch) -> DeviceLaunch:
@@ -335,11 +345,8 @@ class DeviceModelRunner:
             if launch.bucket is not None:
                 rows, wanted = launch.bucket.rows, launch.bucket.logit_rows
             rows = max(rows, FEWEST_ROWS)
-            self._step.arrivals, self._step.squares = launch.arrivals, launch.squares
-            try:
+            with self._step.with_reads(launch.arrivals, launch.squares):
                 logits = self._compute(launch.batch.kind, launch.tables, rows, wanted)
-            finally:  # memory may end; a capture must not wait for what arrived here
-                self._step.arrivals = self._step.squares = ()
         return logits[: launch.batch.logits]
 
     def _upload(self, launch: DeviceLaunch, previous: Tensor | None) -> None:  # noqa: ARG002
