@@ -65,73 +65,48 @@ def sum_kernel(
     slot,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
+    SHARES: tl.constexpr,
     BLOCK: tl.constexpr,
     COPY: tl.constexpr,
     ADD: tl.constexpr,
 ):
     """out = the sum of all ranks' parts, rounded, and of the residual with ADD.
 
+    SHARES: 1 in one shot, in which each rank adds up everything. RANKS in two, in which it adds up
+    its share alone. A program meets the same program of the other ranks, so it has the same blocks
+    of every share.
     COPY: whether the part is still in `local`. Otherwise a product wrote it to the buffer.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     here = tl.arange(0, BLOCK)
     kind = out.dtype
-    if COPY:
-        mine = tl.multiple_of(tl.load(buffers + RANK).to(kind) + slot, 16)
-        for begin in range(program * BLOCK, numel, programs * BLOCK):
-            inside = begin + here < numel
-            tl.store(mine + begin + here, tl.load(local + begin + here, mask=inside), mask=inside)
-    _meet(signals, program, RANK, RANKS)
-    for begin in range(program * BLOCK, numel, programs * BLOCK):
-        inside = begin + here < numel
-        total = _sum_block(buffers, kind, slot, begin + here, inside, RANKS, BLOCK)
-        _store_sum(residual, out, total, begin + here, inside, ADD)
-
-
-@triton.jit
-def two_shot_kernel(
-    local,
-    residual,
-    buffers,
-    signals,
-    out,
-    numel,
-    slot,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COPY: tl.constexpr,
-    ADD: tl.constexpr,
-):
-    """The same as `sum_kernel`, of which this rank adds up its share alone.
-
-    A program meets the same program of the other ranks, so it has the same blocks of every share.
-    """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    here = tl.arange(0, BLOCK)
-    kind = out.dtype
-    share = tl.cdiv(tl.cdiv(numel, RANKS), BLOCK) * BLOCK
+    size = tl.cdiv(tl.cdiv(numel, SHARES), BLOCK) * BLOCK
     mine = tl.multiple_of(tl.load(buffers + RANK).to(kind) + slot, 16)
     if COPY:
-        for rank in tl.static_range(RANKS):
-            end = tl.minimum(numel, (rank + 1) * share)
-            for begin in range(rank * share + program * BLOCK, end, programs * BLOCK):
+        for share in tl.static_range(SHARES):
+            end = tl.minimum(numel, (share + 1) * size)
+            for begin in range(share * size + program * BLOCK, end, programs * BLOCK):
                 at, inside = begin + here, begin + here < end
                 tl.store(mine + at, tl.load(local + at, mask=inside), mask=inside)
     _meet(signals, program, RANK, RANKS)
-    end = tl.minimum(numel, (RANK + 1) * share)
-    for begin in range(RANK * share + program * BLOCK, end, programs * BLOCK):
+    own: tl.constexpr = RANK % SHARES
+    end = tl.minimum(numel, (own + 1) * size)
+    for begin in range(own * size + program * BLOCK, end, programs * BLOCK):
         at, inside = begin + here, begin + here < end
         total = _sum_block(buffers, kind, slot, at, inside, RANKS, BLOCK)
-        tl.store(mine + at, total, mask=inside)  # which no other rank reads before the meeting
-    _meet(signals, program, RANK, RANKS)
-    for rank in tl.static_range(RANKS):
-        theirs = tl.multiple_of(tl.load(buffers + rank).to(kind) + slot, 16)
-        end = tl.minimum(numel, (rank + 1) * share)
-        for begin in range(rank * share + program * BLOCK, end, programs * BLOCK):
-            at, inside = begin + here, begin + here < end
-            total = tl.load(theirs + at, mask=inside, cache_modifier=".cg")
+        if SHARES == 1:
             _store_sum(residual, out, total, at, inside, ADD)
+        else:
+            tl.store(mine + at, total, mask=inside)  # no other rank reads it before the meeting
+    if SHARES > 1:
+        _meet(signals, program, RANK, RANKS)
+        for share in tl.static_range(SHARES):
+            theirs = tl.multiple_of(tl.load(buffers + share).to(kind) + slot, 16)
+            end = tl.minimum(numel, (share + 1) * size)
+            for begin in range(share * size + program * BLOCK, end, programs * BLOCK):
+                at, inside = begin + here, begin + here < end
+                total = tl.load(theirs + at, mask=inside, cache_modifier=".cg")
+                _store_sum(residual, out, total, at, inside, ADD)
 
 
 @triton.jit
@@ -303,10 +278,9 @@ class OneShot:
         """
         slot, self._next = self._next, 1 - self._next
         out, numel = torch.empty_like(part), part.numel()
-        two = (shots or self.shots(part.nbytes)) == 2
-        kernel, block, warps = (two_shot_kernel, 1024, 4) if two else (sum_kernel, BLOCK, 8)
-        blocks = triton.cdiv(triton.cdiv(numel, self.ranks) if two else numel, block)
-        kernel[min(PROGRAMS, blocks),](
+        shares = self.ranks if (shots or self.shots(part.nbytes)) == 2 else 1
+        blocks = triton.cdiv(triton.cdiv(numel, shares), BLOCK)
+        sum_kernel[min(PROGRAMS, blocks),](
             part,
             part if residual is None else residual.contiguous(),
             self._buffers,
@@ -316,10 +290,11 @@ class OneShot:
             self._begins[slot] // part.element_size(),
             RANK=self.rank,
             RANKS=self.ranks,
-            BLOCK=block,
+            SHARES=shares,
+            BLOCK=BLOCK,
             COPY=copy,
             ADD=residual is not None,
-            num_warps=warps,
+            num_warps=8,
         )
         return out
 

@@ -18,26 +18,25 @@ import inspect
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ragcache.models.parallel.one_shot import sum_kernel, two_shot_kernel
+from ragcache.models.parallel.one_shot import sum_kernel
 
 TYPES = {"local": "*bf16", "residual": "*bf16", "out": "*bf16", "buffers": "*i64",
          "signals": "*i64"}
 names = inspect.signature(sum_kernel.fn).parameters
-cases = [(sum_kernel, 2, 2048, 8), (two_shot_kernel, 8, 1024, 4)]
-for kernel, ranks, block, warps in cases:
+for ranks, shares in ((2, 1), (8, 8)):
     for copy, add in ((True, False), (False, True)):
-        given = {"RANK": 1, "RANKS": ranks, "BLOCK": block, "COPY": copy, "ADD": add}
+        given = {"RANK": 1, "RANKS": ranks, "SHARES": shares, "BLOCK": 2048, "COPY": copy,
+                 "ADD": add}
         signature = {n: "constexpr" if n in given else TYPES.get(n, "i32") for n in names}
-        source = ASTSource(kernel, signature, given, {})
+        source = ASTSource(sum_kernel, signature, given, {})
         target = GPUTarget("cuda", 90, 32)
-        assert triton.compile(source, target=target, options={"num_warps": warps}).asm["cubin"]
+        assert triton.compile(source, target=target, options={"num_warps": 8}).asm["cubin"]
 """
 
 MEET = """
 import os, sys
 import torch
-from ragcache.models.parallel.one_shot import broadcast_kernel, gather_kernel
-from ragcache.models.parallel.one_shot import sum_kernel, two_shot_kernel
+from ragcache.models.parallel.one_shot import broadcast_kernel, gather_kernel, sum_kernel
 
 RANKS, BLOCK, PROGRAMS, SLOT = int(sys.argv[1]), 16, 2, 256
 torch.set_num_threads(1)
@@ -53,16 +52,16 @@ def run(rank):
     both = {"RANK": rank, "RANKS": RANKS, "BLOCK": BLOCK}
     for number in range(3):  # slots take turns
         slot = SLOT * (number % 2)
-        for kernel in (sum_kernel, two_shot_kernel):
+        for shares in (1, RANKS):
             out = torch.empty(197)
-            kernel[PROGRAMS,](parts[rank], parts[0], buffers, signals, out, 197, slot, **both,
-                              COPY=True, ADD=False)
-            assert torch.equal(out, total), kernel
+            sum_kernel[PROGRAMS,](parts[rank], parts[0], buffers, signals, out, 197, slot, **both,
+                                  SHARES=shares, COPY=True, ADD=False)
+            assert torch.equal(out, total), shares
             slot = SLOT - slot
             shared[rank][slot : slot + 197] = parts[rank]
-            kernel[PROGRAMS,](out, parts[0], buffers, signals, out, 197, slot, **both,
-                              COPY=False, ADD=True)
-            assert torch.equal(out, parts[0] + total), kernel
+            sum_kernel[PROGRAMS,](out, parts[0], buffers, signals, out, 197, slot, **both,
+                                  SHARES=shares, COPY=False, ADD=True)
+            assert torch.equal(out, parts[0] + total), shares
     whole = torch.empty(2, RANKS * 20)
     gather_kernel[PROGRAMS,](parts[rank][:40], buffers, signals, whole, 2, 20, 2 * SLOT, **both)
     if rank == 0:
