@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ragcache.errors import ConfigurationError, MissingExtra, ModelNotFound, UnsupportedModel
+from ragcache.hub import hub_answers, local_or_hub
 from ragcache.models.dtype import (
     AUTO,
     FP8,
@@ -27,7 +27,7 @@ from ragcache.models.dtype import (
 )
 from ragcache.models.model import CausalLM
 from ragcache.models.plain import PlainForCausalLM, PlainLM
-from ragcache.models.quiet import hub_answers, quiet_loading
+from ragcache.models.quiet import quiet_loading
 from ragcache.models.reader import READER, read_reader
 from ragcache.models.tokenizer import PromptTokenizer, tokenizer_fingerprint
 from ragcache.modes import PRIMED, ROOTED, ReuseMode
@@ -51,7 +51,6 @@ FIXED_DAY = datetime(2024, 7, 26)  # Llama's templates name it where they know n
 _ANOTHER_DAY = datetime(2031, 1, 5, 13, 14, 15)
 _DIRECTIVES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "dmyHIMSj"]
 _DIRECTIVES += [f"%{letter}" for letter in "aAwbBYpfUWcxXeFDTGuVZz"]
-_HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _MARK = "\u2063ragcache\u2063"  # placeholder for the content of the user turn; no text contains it
 
 
@@ -246,7 +245,7 @@ def _read_checkpoint(source: str, reading: _Reading, *, plain: bool) -> _Checkpo
 
     gguf = source.endswith(".gguf")
     # A name that nothing answers to fails before transformers is imported, which takes seconds.
-    place = source if gguf else _local_or_hub(source)
+    place = source if gguf else local_or_hub(source)
     try:
         place = _converted(source) if gguf else place
         folder = _checkpoint_folder(place) if plain else None
@@ -330,29 +329,6 @@ def _quantize(
 
         use_packed_products(model, choice.compute, recall)
     return replace(choice, reason=f"{choice.reason}; weights in {quantization}")
-
-
-def _local_or_hub(source: str) -> str:
-    """The folder of a checkpoint or, while the hub answers, the name of a hub model. Without the
-    hub, a model is looked for in its cache. Raises `ModelNotFound`."""
-    if Path(source).is_dir() and not Path(source, "config.json").is_file():
-        raise ModelNotFound(
-            f"cannot load the model {source!r}: the folder has no config.json. Give a folder with "
-            "config.json, weights and tokenizer, the name of a hub model, or a GGUF file"
-        )
-    if Path(source).is_dir() or not _HUB_NAME.fullmatch(source) or hub_answers():
-        return source
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return str(snapshot_download(source, local_files_only=True))
-    except LocalEntryNotFoundError:
-        raise ModelNotFound(
-            f"cannot load the model {source!r}: there is no such folder, the model hub does not "
-            "answer, and its cache on this machine has no such model. Give a folder with "
-            "config.json, weights and tokenizer, or a GGUF file"
-        ) from None
 
 
 def _converted(source: str) -> str:

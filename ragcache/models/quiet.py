@@ -1,15 +1,11 @@
-"""Silence while transformers loads a model, and a hub that does not answer is asked once."""
+"""Silence while transformers loads a model."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import ERROR, NOTSET, getLogger
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
-_HUB_SECONDS = 3.0  # that the model hub has to answer
 _LOUD = ("torchao", "torch.utils._pytree")
 
 
@@ -33,18 +29,3 @@ def quiet_loading() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def hub_answers() -> bool:
-    """Whether the model hub can be reached. Asked once: its client tries again for a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or getproxies():
-        return not constants.HF_HUB_OFFLINE
-    hub = urlsplit(constants.ENDPOINT)
-    port = hub.port or (80 if hub.scheme == "http" else 443)
-    try:
-        with socket.create_connection((str(hub.hostname), port), _HUB_SECONDS):
-            return True
-    except OSError:
-        return False

@@ -89,7 +89,8 @@ class SentenceEmbedder(Embeddings):
 
     def __init__(self, model: str) -> None:
         check_embedding(model)
-        from ragcache.models.quiet import hub_answers, quiet_loading
+        from ragcache.hub import is_cached_name
+        from ragcache.models.quiet import quiet_loading
 
         with quiet_loading():
             from sentence_transformers import SentenceTransformer
@@ -97,7 +98,7 @@ class SentenceEmbedder(Embeddings):
         self.model_name = model
         self._encoding = threading.Lock()
         try:
-            cached = not Path(model).is_dir() and not hub_answers()
+            cached = is_cached_name(model)
             self._model = SentenceTransformer(model, device="cpu", local_files_only=cached)
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelNotFound(

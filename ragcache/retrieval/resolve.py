@@ -7,7 +7,6 @@ import threading
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ragcache.config import MINILM_PACKAGE, check_embedding, check_reranker
@@ -87,7 +86,8 @@ class CrossEncoderReranker:
         check_reranker(model)
         import torch
 
-        from ragcache.models.quiet import hub_answers, quiet_loading
+        from ragcache.hub import is_cached_name
+        from ragcache.models.quiet import quiet_loading
 
         with quiet_loading():
             from sentence_transformers import CrossEncoder
@@ -96,7 +96,7 @@ class CrossEncoderReranker:
         self._scoring = threading.Lock()  # fast tokenizers are not thread-safe
         self._sigmoid = torch.nn.Sigmoid()
         try:
-            cached = not Path(model).is_dir() and not hub_answers()
+            cached = is_cached_name(model)
             self._model = CrossEncoder(model, device=device, num_labels=1, local_files_only=cached)
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelNotFound(

@@ -80,7 +80,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(
     monkeypatch.setattr("socket.create_connection", refuse)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://hub.example:8443")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("ragcache.models.quiet.getproxies", dict)
+    monkeypatch.setattr("ragcache.hub.getproxies", dict)
     with monkeypatch.context() as patch:
         patch.delattr(loader, "quiet_loading")  # transformers takes seconds to import
         with pytest.raises(ModelNotFound, match=r"'some/model': .* the model hub does not answer"):

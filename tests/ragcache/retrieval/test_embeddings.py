@@ -98,7 +98,7 @@ def test_a_silent_hub_is_not_asked_for_an_encoder(
     def load(model: str, **options: Any) -> None:
         raise OSError(options["local_files_only"])
 
-    monkeypatch.setattr("ragcache.models.quiet.hub_answers", lambda: answers)
+    monkeypatch.setattr("ragcache.hub.hub_answers", lambda: answers)
     for name in ("SentenceTransformer", "CrossEncoder"):
         monkeypatch.setattr(f"sentence_transformers.{name}", load)
     for encoder in (SentenceEmbedder, CrossEncoderReranker):
