@@ -154,6 +154,14 @@ class RequestError(RagCacheError):
 class CollectionExists(RequestError, ValueError):
     """A collection of this name has documents already."""
 
+    @classmethod
+    def with_documents(cls, collection: str, number: int) -> CollectionExists:
+        """Return the error of an import into a collection that has so many documents."""
+        return cls(
+            f"the collection {collection!r} has {number:,} documents; import into another "
+            "collection (`--as NAME`), or replace them (`--replace`)"
+        )
+
 
 class ConstraintFailed(RequestError):
     """The grammar that constrains the request's tokens failed."""

@@ -46,6 +46,7 @@ from ragcache.db.sql import (
     in_collection,
     insert_for_module,
     insert_returning,
+    lock_rows,
     rows_of,
 )
 from ragcache.db.summaries import lock_summaries, sum_up
@@ -237,10 +238,7 @@ class Catalog:
             rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
             names = list(session.scalars(rows))
             if names and not replaces:
-                raise CollectionExists(
-                    f"the collection {collection!r} has {len(names):,} documents; import into "
-                    "another collection (`--as NAME`), or replace them (`--replace`)"
-                )
+                raise CollectionExists.with_documents(collection, len(names))
             freed = delete_rows(session, owner, names)
             changed = update(CollectionTable).where(CollectionTable.id == owner)
             settings = {
@@ -539,7 +537,7 @@ class Catalog:
                     return 0, []
                 raise
             own = CollectionTable.id == owner
-            session.execute(select(CollectionTable.id).where(own).with_for_update())
+            lock_rows(session, CollectionTable, own)
             rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
             names = list(session.scalars(rows))
             freed = delete_rows(session, owner, names)

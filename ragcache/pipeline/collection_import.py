@@ -326,10 +326,7 @@ class CollectionImporter:
     def _check_free(self) -> None:
         known = self.namespace.catalog.collections().get(self.collection, 0)
         if known and not self.replaces:
-            raise CollectionExists(
-                f"the collection {self.collection!r} has {known:,} documents; import into another "
-                "collection (`--as NAME`), or replace them (`--replace`)"
-            )
+            raise CollectionExists.with_documents(self.collection, known)
 
     def _store_states(self, job: int, contents: _Contents) -> int:
         """Store the states that no tier has, and return how many."""
