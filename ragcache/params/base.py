@@ -39,12 +39,12 @@ from ragcache.errors import InvalidRequest, RagCacheError
 P = ParamSpec("P")
 OptionsT = TypeVar("OptionsT")
 Owner = TypeVar("Owner")
-
-_LIKENESS = 0.8  # of an unknown option to one that it is misspelled from
 First = TypeVar("First")
 Second = TypeVar("Second")
 Result = TypeVar("Result")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+_LIKENESS = 0.8  # of an unknown option to one that it is misspelled from
 
 
 class Params(BaseModel):
