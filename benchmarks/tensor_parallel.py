@@ -65,6 +65,7 @@ from ragcache.store.tiers.host import HostTier
 ALL_SHAPES = {
     **SHAPES,
     "70b": LlamaShape(80, 8192, 64, 8, 28672, 128256, 32768, 500_000.0, tied=False),
+    "405b": LlamaShape(126, 16384, 128, 8, 53248, 128256, 32768, 500_000.0, tied=False),
     "tiny": LlamaShape(2, 64, 4, 2, 128, 256, 4096, 10_000.0, tied=False),
 }
 PREAMBLE, QUESTION, BLOCKS = 64, 64, 3  # BLOCKS: of the pool, of a request
