@@ -6,6 +6,10 @@
 
 `prepare` retrieves modules and tokenizes. `measure` needs neither the data nor the retrieval, so
 that it runs on a bare machine with a GPU. `report` marks the answers and prints Markdown.
+
+In `primed:16+similar`, modules in later places have the states of a collection whose modules are
+primed by similar ones, the set being the collection. In `primed:16+near`, the similar module is one
+of the documents that the question is asked over, which may be the module's own.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +32,7 @@ import torch
 import typer
 from torch import Tensor
 
+from ragcache.db import CollectionVersion, ModuleRow
 from ragcache.documents.split import split_text
 from ragcache.engine import EncodeJob, EngineConfig, LLMEngine, Request, Segment
 from ragcache.engine.batch import ScheduledChunk
@@ -35,11 +40,13 @@ from ragcache.engine.contiguous_kv import ContiguousKV
 from ragcache.engine.runner import RaggedModelRunner
 from ragcache.evaluation import Dataset, Question
 from ragcache.models import LoadedModel, load_model, prompt_frame
-from ragcache.modes import EXACT, ReuseMode
+from ragcache.modes import AFTER_OTHER_TEXT, EXACT, ReuseMode
 from ragcache.pipeline.ask import lay_out
-from ragcache.pipeline.module_states import Surroundings
+from ragcache.pipeline.companions import MOST_TOKENS, most_similar
+from ragcache.pipeline.module_states import Companion, Surroundings
 from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, TokenPrompt, build_context
 from ragcache.retrieval import BM25Index
+from ragcache.retrieval.indexes import CollectionIndex
 from ragcache.states import KVKey, KVStates
 
 MODES = "rooted,primed,primed:16,primed:64"
@@ -56,6 +63,7 @@ MAIN = 4, 384
 """Number and size of the modules that are measured first."""
 SHORT = 8
 """Tokens of the beginnings of answers that are compared in addition."""
+MARKS = "f1", "exact_match", "contains"
 AT_ONCE = 4
 """Questions whose states are in memory together."""
 
@@ -74,11 +82,51 @@ class ReusePrompt:
     question: list[int]
     answers: list[str]
     similar: list[list[list[int]]] = field(default_factory=list)
-    """For each module, the three modules of the set that are most similar to it."""
+    """For each module, the three most similar ones of the documents that the question is asked
+    over."""
+    companions: list[list[int]] = field(default_factory=list)
+    """For each module, the tokens of its companion in a collection of all documents of the set."""
 
     @property
     def setting(self) -> tuple[int, int]:
         return self.k, self.module_tokens
+
+    def behind(self, number: int, priming: str) -> Companion | None:
+        """Return what a module is encoded behind in place of the priming text, if anything."""
+        if priming == "similar":
+            tokens = self.companions[number]
+        else:
+            tokens = self.similar[number][0] if priming and self.similar[number] else []
+        return Companion(-1, tuple(tokens)) if tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMode:
+    """A mode, and what modules in later places are encoded behind in it."""
+
+    mode: ReuseMode
+    priming: str = ""
+    """`similar`, `near`, or empty for the built-in text."""
+
+    @classmethod
+    def parse(cls, text: str) -> MeasuredMode:
+        """Parse a mode such as `primed:16+similar`."""
+        name, plus, priming = text.partition("+")
+        if plus and priming not in ("similar", "near"):
+            raise ValueError(f"{text!r}: write {name}+similar or {name}+near")
+        return cls(ReuseMode.parse(name), priming)
+
+    def __str__(self) -> str:
+        return f"{self.mode}+{self.priming}" if self.priming else str(self.mode)
+
+    def place(self, groups: Sequence[ModuleGroup], prompt: ReusePrompt) -> list[ModuleGroup]:
+        """Return the modules of a prompt with what they are encoded behind."""
+        return [
+            replace(each, behind=prompt.behind(each.modules[0], self.priming))
+            if each.encoding == AFTER_OTHER_TEXT
+            else each
+            for each in groups
+        ]
 
 
 def read_prompts(file: Path) -> list[ReusePrompt]:
@@ -135,6 +183,10 @@ def prepare(
                             [spelled.encode(t) for t in modules_of.like(text, each.own)]
                             for text in texts
                         )
+                        made.companions.extend(
+                            spelled.encode(modules_of.companion(text))[:MOST_TOKENS]
+                            for text in texts
+                        )
                     out.write(json.dumps(asdict(made)) + "\n")
                     count += 1
     print(f"{count} prompts")
@@ -174,6 +226,25 @@ class SetModules:
         """Return the three texts that are most similar to one."""
         return [each for each in self.find(text, documents, 6) if each != text][:3]
 
+    def companion(self, text: str) -> str:
+        """Return the text that a collection of all documents encodes a module behind, or none."""
+        found = most_similar(self._collection, self._numbers[text])
+        return "" if found is None else found.text
+
+    @cached_property
+    def _collection(self) -> CollectionIndex:
+        modules = [(name, text) for name in self._documents for text in self._texts_of(name)]
+        rows = {
+            number: ModuleRow(number, str(number), name, "", text)
+            for number, (name, text) in enumerate(modules)
+        }
+        words = BM25Index({number: row.text for number, row in rows.items()})
+        return CollectionIndex(CollectionVersion(0, 0, similar=True), rows, words)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {row.text: number for number, row in self._collection.modules.items()}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadVariant:
@@ -190,7 +261,9 @@ class ReadVariant:
 class ReuseReader:
     """Computes answers in all modes, and their divergence from `exact`."""
 
-    def __init__(self, model: LoadedModel, engine: LLMEngine, modes: Sequence[ReuseMode]) -> None:
+    def __init__(
+        self, model: LoadedModel, engine: LLMEngine, modes: Sequence[MeasuredMode]
+    ) -> None:
         self.model, self.engine, self.modes = model, engine, modes
         self.runner = RaggedModelRunner(model.causal)
         self.preamble = tuple(model.encode(prompt_frame(model.tokenizer).preamble))
@@ -212,31 +285,43 @@ class ReuseReader:
         whole = PromptLayout(tokens)
         whole.read(0, 0, len(tokens))
         whole.compute(prompt.question)
-        layouts = {}
+        prompts, placed = {}, {}
         for mode in self.modes:
-            layouts[mode] = PromptLayout(self.preamble)
-            lay_out(layouts[mode], groups, prompt.question, mode)
-        wanted = {
-            (group.modules, group.encoding): group
-            for layout in layouts.values()
-            for group in layout.groups[1:]
-        }
-        jobs = [EncodeJob(tokens), *(self._job(group) for group in wanted.values())]
-        exact, *encoded = self._encoded(jobs)
-        kept = dict(zip(wanted, encoded, strict=True))
+            layout = PromptLayout(self.preamble)
+            lay_out(layout, groups, prompt.question, mode.mode)
+            prompts[mode], placed[mode] = layout.prompt(), mode.place(layout.groups[1:], prompt)
+        wanted = list(dict.fromkeys(chain(*placed.values())))
+        [exact] = self._encoded([EncodeJob(tokens)])
+        kept = dict(zip(wanted, self._encoded(self._jobs(wanted)), strict=True))
         found = [ReadVariant(str(EXACT), whole.prompt(), [exact])]
-        for mode, layout in layouts.items():
-            states = [self.root, *(kept[g.modules, g.encoding] for g in layout.groups[1:])]
-            found.append(ReadVariant(str(mode), layout.prompt(), states))
+        for mode, read in placed.items():
+            states = [self.root, *(kept[group] for group in read)]
+            found.append(ReadVariant(str(mode), prompts[mode], states))
         return found
 
-    def _job(self, group: ModuleGroup) -> EncodeJob:
-        start = None if self.model.causal.scheme.movable else group.start
-        before, at = self.surroundings.place(len(group.token_ids), group.encoding, start)
-        if before not in self._seen:
-            [states] = self._encoded([EncodeJob(before)])
-            self._seen[before] = Segment(states, 0)
-        return EncodeJob(group.token_ids, at, self._seen[before])
+    def _jobs(self, groups: Sequence[ModuleGroup]) -> list[EncodeJob]:
+        """Return the jobs of modules. Encodes what they see, and keeps it if others see it too."""
+        movable = self.model.causal.scheme.movable
+        places = [
+            self.surroundings.place(
+                len(group.token_ids),
+                group.encoding,
+                None if movable else group.start,
+                group.behind and group.behind.token_ids,
+            )
+            for group in groups
+        ]
+        unknown = list(dict.fromkeys(before for before, _ in places if before not in self._seen))
+        encoded = self._encoded([EncodeJob(before) for before in unknown])
+        roots = dict(zip(unknown, (Segment(states, 0) for states in encoded), strict=True))
+        roots |= self._seen
+        for group, (before, _) in zip(groups, places, strict=True):
+            if group.behind is None:
+                self._seen[before] = roots[before]
+        return [
+            EncodeJob(group.token_ids, at, roots[before])
+            for group, (before, at) in zip(groups, places, strict=True)
+        ]
 
     def answers(self, variants: Sequence[ReadVariant], tokens: int) -> list[tuple[int, ...]]:
         """Return the greedy answers of prompts, through the engine."""
@@ -335,7 +420,7 @@ def measure(
         if each.number < most and (not only or "{}:{}".format(*each.setting) in only.split(","))
     ]
     with LLMEngine(served.causal, limits) as engine, rows.open("a", encoding="utf-8") as out:
-        reader = ReuseReader(loaded, engine, [ReuseMode.parse(m) for m in modes.split(",")])
+        reader = ReuseReader(loaded, engine, [MeasuredMode.parse(m) for m in modes.split(",")])
         done, stop = 0, min(loaded.stop_ids)
         print(f"ready after {time.perf_counter() - began:.0f} s", flush=True)
         wanted.sort(key=lambda each: (each.setting != MAIN, each.setting, each.number))
@@ -377,7 +462,12 @@ def summarize(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
         }  # fmt: skip
         if timed := [e["seconds"] for e in own if e["seconds"] is not None]:
             figures["seconds"] = statistics.median(timed)
-        for mark in ("exact_match", "contains", "f1"):
+            figures["seconds_over_rooted"] = statistics.median(
+                one["seconds"] / other["seconds"]
+                for one, other in zip(own, rooted, strict=True)
+                if one["seconds"] is not None
+            )
+        for mark in MARKS:
             marks, reference = ([100.0 * e[mark] for e in many] for many in (own, exact))
             between, _ = paired_bootstrap(marks, reference)
             figures[mark] = statistics.fmean(marks)
@@ -416,19 +506,22 @@ def report(model: str, prompts: Path, rows: Path, json_file: Path | None = None)
         print(f"\n{name}, {modes['exact']['questions']} questions\n")
         print(
             "| mode | n | computed | KL mean, median | ratio | same | same, short | over 2x "
-            "| F1 - exact | contains |"
+            "| F1 - exact | EM | contains | first token |"
         )
-        print("|---|---|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|---|---|---|---|")
         for mode, each in modes.items():
-            ratio, f, c = ([f"{x:.2f}" for x in each[key]] for key in (
-                "ratio", "f1_over_exact", "contains_over_exact"))  # fmt: skip
+            ratio, f, e, c = (
+                "{:.2f} ({:.2f} to {:.2f})".format(*each[key])
+                for key in ("ratio", *(f"{mark}_over_exact" for mark in MARKS))
+            )
+            timed = each.get("seconds_over_rooted")
             print(
                 f"| `{mode}` | {each['questions']} | {each['computed']:.1%} "
                 f"| {each['kl']:.3f}, {each['kl_median']:.3f} | "
-                f"{ratio[0]} ({ratio[1]} to {ratio[2]}) | {each['same']:.0%} | "
+                f"{ratio} | {each['same']:.0%} | "
                 f"{each['same_short']:.0%} | "
-                f"{each['over_twice_rooted']:.1%} | {f[0]} ({f[1]} to {f[2]}) | "
-                f"{c[0]} ({c[1]} to {c[2]}) |"
+                f"{each['over_twice_rooted']:.1%} | {f} | {e} | {c} | "
+                f"{'' if timed is None else format(timed, '.2f')} |"
             )
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import reuse
@@ -11,7 +12,6 @@ from ragcache.documents import SourceDocument
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.evaluation import Dataset, Question
 from ragcache.models import LoadedModel
-from ragcache.modes import ReuseMode
 from tests.tiny_models import random_tokens
 
 TOKENS = 6
@@ -23,7 +23,7 @@ def prompt(number: int) -> reuse.ReusePrompt:
 
 
 def test_modes_are_measured_against_an_ordinary_prefill(tiny_reader: LoadedModel) -> None:
-    modes = [ReuseMode.parse(text) for text in ("rooted", "primed", "primed:999")]
+    modes = [reuse.MeasuredMode.parse(text) for text in ("rooted", "primed", "primed:999")]
     with LLMEngine(tiny_reader.causal, EngineConfig(pool_bytes=2**23)) as engine:
         reader = reuse.ReuseReader(tiny_reader, engine, modes)
         stop = min(tiny_reader.stop_ids)
@@ -42,6 +42,45 @@ def test_modes_are_measured_against_an_ordinary_prefill(tiny_reader: LoadedModel
     assert figures["rooted"]["ratio"] == [1.0, 1.0, 1.0]
     assert figures["primed:999"]["ratio"][0] < 1e-2
     assert figures["primed"]["f1_over_exact"] == [0.0, 0.0, 0.0]
+
+
+def test_similar_states_stand_behind_the_companions(tiny_reader: LoadedModel) -> None:
+    """Behind the modules that the prompt has before it, a module has the states of `exact`."""
+    asked = prompt(1)
+    first, second, _ = asked.modules
+    asked = replace(
+        asked,
+        companions=[[], first, [*first, *second]],
+        similar=[[], [second, first], []],
+    )
+    modes = [
+        reuse.MeasuredMode.parse(text)
+        for text in ("rooted", "primed", "primed+similar", "primed+near")
+    ]
+    with LLMEngine(tiny_reader.causal, EngineConfig(pool_bytes=2**23)) as engine:
+        reader = reuse.ReuseReader(tiny_reader, engine, modes)
+        stop = min(tiny_reader.stop_ids)
+        [row] = reuse.measured(reader, [asked], TOKENS, stop, timed=True)
+    found = row["modes"]
+    assert found["primed+similar"]["kl"] == pytest.approx(0, abs=1e-6)
+    assert found["primed+similar"]["answer"] == found["exact"]["answer"]
+    kl = [found[mode]["kl"] for mode in ("rooted", "primed", "primed+near")]
+    assert min(kl) > 1e-6
+    assert len(set(kl)) == 3
+    assert found["primed+similar"]["computed"] == 0
+
+
+def test_companions_are_of_other_documents_of_the_set() -> None:
+    own = "The red kettle in the boathouse.\n\nThe blue kettle in the boathouse."
+    texts = [own, "A key is in the boathouse.", "Das Wetter"]
+    documents = [SourceDocument(str(n), text) for n, text in enumerate(texts)]
+    modules = reuse.SetModules(Dataset("test", "", (), tuple(documents)), list, tokens=40)
+    red, blue = modules.find("red kettle", ("0",), 2)
+    [other] = modules.find("key", (), 1)
+    [alone] = modules.find("Wetter", (), 1)
+    assert modules.like(red, ()) == [blue, other]
+    assert modules.companion(red) == other
+    assert modules.companion(alone) == ""
 
 
 def test_questions_are_drawn_until_enough_have_k_modules() -> None:
