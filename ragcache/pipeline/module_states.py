@@ -28,7 +28,7 @@ from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel, PromptFrame, prompt_frame
 from ragcache.modes import AFTER_OTHER_TEXT, AFTER_PREAMBLE, WITHOUT_CONTEXT, Encoding
 from ragcache.pipeline.chat_template import resolve_instruction
-from ragcache.states import KVKey, KVStates, state_key
+from ragcache.states import KVKey, KVStates, pack_numbers, state_key, unpack_numbers
 from ragcache.store import KVStore, Lease, LeaseRequest, Origin
 
 T = TypeVar("T")
@@ -215,7 +215,7 @@ class ModuleEncoder(StateEncoder):
     """Encoders for the texts of collections."""
 
     def __post_init__(self) -> None:
-        self._wanted = lru_cache(MOST_KEYS)(self._make_wanted)
+        self._keys = lru_cache(MOST_KEYS)(self._make_keys)
 
     def with_template(self, kwargs: Mapping[str, Any]) -> ModuleEncoder:
         """Return the encoder for a chat template with other variables.
@@ -275,7 +275,7 @@ class ModuleEncoder(StateEncoder):
                 module sees.
             behind: The module that it sees in place of the priming text.
         """
-        return self._wanted(tuple(token_ids), encoding, start, behind and behind.token_ids).key
+        return self._want(token_ids, encoding, start, behind).key
 
     def keys(
         self,
@@ -418,18 +418,30 @@ class ModuleEncoder(StateEncoder):
         preamble = token_ids is self.surroundings.preamble or token_ids is self.preamble_ids
         return self.preamble_key if preamble else self._state_key(token_ids, "root", 0)
 
-    def _make_wanted(
+    def _make_keys(
+        self, packed: bytes, encoding: Encoding, start: int | None, priming: bytes | None
+    ) -> tuple[KVKey, KVKey | None]:
+        """Return the keys of a module and of the tokens that it sees. Token ids are packed, which
+        `_keys` keeps in a ninth of the memory of a tuple."""
+        token_ids = unpack_numbers(packed)
+        seen = None if priming is None else unpack_numbers(priming)
+        before, at = self.surroundings.place(len(token_ids), encoding, start, seen)
+        root = self._root_key(before) if before else None
+        return self._state_key(token_ids, encoding, at, root), root
+
+    def _want(
         self,
-        token_ids: tuple[int, ...],
+        token_ids: Sequence[int],
         encoding: Encoding,
         start: int | None,
-        priming: tuple[int, ...] | None,
+        behind: Companion | None,
     ) -> _WantedModule:
+        priming = None if behind is None else behind.token_ids
+        packed = None if priming is None else pack_numbers(priming)
+        key, root = self._keys(pack_numbers(token_ids), encoding, start, packed)
         before, at = self.surroundings.place(len(token_ids), encoding, start, priming)
-        root = self._root_key(before) if before else None
-        key = self._state_key(token_ids, encoding, at, root)
         shared = priming is None or encoding != AFTER_OTHER_TEXT
-        return _WantedModule(key, token_ids, encoding, at, before, root, shared)
+        return _WantedModule(key, tuple(token_ids), encoding, at, before, root, shared)
 
     def _all_wanted(
         self,
@@ -443,7 +455,7 @@ class ModuleEncoder(StateEncoder):
         placed = self._starts(modules, starts)
         every = zip(modules, each, placed, behind or [None] * number, strict=True)
         return [
-            self._wanted(tuple(token_ids), encoding, start, other and other.token_ids)
+            self._want(token_ids, encoding, start, other)
             for token_ids, encoding, start, other in every
         ]
 

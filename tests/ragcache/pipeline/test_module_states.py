@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +76,17 @@ def test_scaffolds_are_read_when_the_collection_changes() -> None:
     assert rows.kept == {}, "what was read is not written again"
     here.follow("c", CollectionVersion(1, 2))
     assert here.runs("c", [3, 1]) == [(0, 1), (1, 2)]
+
+
+def test_a_kept_key_takes_little_more_than_its_tokens(rag: RagCache) -> None:
+    encoder = rag.internals.ask.encoder
+    encoder.key(range(1000, 1512))
+    tracemalloc.start()
+    kept = [encoder.key([ids * 1000 + n for n in range(512)]) for ids in range(2, 34)]
+    traced, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(set(kept)) == 32
+    assert traced < 32 * (512 * 4 + 1024)  # a tuple of Python's integers takes 18 KiB
 
 
 def test_a_scaffold_over_all_that_is_read_loses_nothing(rag: RagCache) -> None:
