@@ -46,7 +46,7 @@ _OUTAGE_SECONDS = 8.0  # of PostgreSQL
 _BUDGETS = {
     "host_bytes": "48MiB",  # half of the states that are in use, so that it is full in minutes
     "disk_bytes": "192MiB",
-    "private_bytes": "64MiB",
+    "private_bytes": "24MiB",  # half of it holds ended prompts, and is full in minutes
 }
 _REPLICA_DISK = "64MiB"  # less than all states take, so that it is full in minutes
 _SQLITE_SIZE = text("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")

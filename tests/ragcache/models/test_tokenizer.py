@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
+import random
 from copy import deepcopy
 from itertools import product
+from string import ascii_lowercase
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -206,3 +211,29 @@ def test_a_vocabulary_of_words_keeps_its_control_tokens_apart() -> None:
     assert prompts.encode("<s> key") == [0]
     assert prompts.encode("key") == [3]
     assert prompts.encode(prompts.spell("<s>key")) == [1, 3]
+
+
+class Usage(ctypes.Structure):
+    """What glibc's `mallinfo2` returns."""
+
+    _fields_ = [(f"field_{number}", ctypes.c_size_t) for number in range(10)]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc counts its blocks")
+def test_threads_keep_no_words_that_they_tokenized(reader: LoadedModel) -> None:
+    usage = ctypes.CDLL(None).mallinfo2
+    usage.restype = Usage
+    rng, grown = random.Random(0), []
+    text = " ".join("".join(rng.choices(ascii_lowercase, k=9)) for _ in range(10_000))
+
+    def tokenize() -> None:
+        reader.encode_untrusted("one word")
+        before = usage().field_7  # uordblks
+        for at in range(0, len(text), 10_000):
+            reader.encode_untrusted(text[at : at + 10_000])
+        grown.append(usage().field_7 - before)
+
+    thread = Thread(target=tokenize)
+    thread.start()
+    thread.join()
+    assert grown[0] < 2**20  # with BPE's cache 4.7 MiB
