@@ -27,6 +27,8 @@ from ragcache.models import LoadedModel
 from ragcache.structured.grammar import once_per_model
 
 Ints = npt.NDArray[np.int32]
+Kept = npt.NDArray[np.int32 | np.uint16]
+"""Numbers of a text's graph, in 16 bits if all of them fit."""
 
 _BOUNDARY = regex.compile(r"\b", regex.WORD | regex.V1)
 
@@ -84,24 +86,24 @@ class QuotableText:
 
     raw: bytes
     """The text, in UTF-8."""
-    first: Ints
+    first: Kept
     """[N + 2]: the first edge of each place, and the number of edges."""
-    tokens: Ints
+    tokens: Kept
     """[E]: the token of each edge."""
-    ends: Ints
+    ends: Kept
     """[E]: the place after each edge."""
-    start_tokens: Ints
+    start_tokens: Kept
     """[S]: the token of each first edge."""
-    start_ends: Ints
+    start_ends: Kept
     """[S]: the place after each first edge."""
-    starts: Ints
+    starts: Kept
     """[S]: the place of the answer's first byte, for each first edge."""
-    last_boundary: Ints
+    last_boundary: Kept
     """[N + 1]: the last word boundary up to each place."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the graph, about 40 for each byte of the text."""
+        """Bytes of the graph, 20 to 40 for each byte of the text."""
         edges = (self.first, self.tokens, self.ends, self.last_boundary)
         starts = (self.start_tokens, self.start_ends, self.starts)
         return len(self.raw) + sum(each.nbytes for each in edges + starts)
@@ -125,13 +127,13 @@ class QuotableText:
         begins = [begin for begin, leaving in enumerate(edges) for _ in leaving]
         return cls(
             raw,
-            first=np.searchsorted(begins, np.arange(len(raw) + 2)).astype(np.int32),
-            tokens=_ints(token for leaving in edges for token, _ in leaving),
-            ends=_ints(end for leaving in edges for _, end in leaving),
-            start_tokens=_ints(token for _, token, _ in starts),
-            start_ends=_ints(end for _, _, end in starts),
-            starts=_ints(begin for begin, _, _ in starts),
-            last_boundary=last_boundary.astype(np.int32),
+            first=_kept(np.searchsorted(begins, np.arange(len(raw) + 2))),
+            tokens=_kept(_ints(token for leaving in edges for token, _ in leaving)),
+            ends=_kept(_ints(end for leaving in edges for _, end in leaving)),
+            start_tokens=_kept(_ints(token for _, token, _ in starts)),
+            start_ends=_kept(_ints(end for _, _, end in starts)),
+            starts=_kept(_ints(begin for begin, _, _ in starts)),
+            last_boundary=_kept(last_boundary),
         )
 
 
@@ -167,6 +169,10 @@ def _edges(
 
 def _ints(values: Iterable[int]) -> Ints:
     return np.fromiter(values, np.int32)
+
+
+def _kept(values: npt.NDArray[np.integer]) -> Kept:
+    return values.astype(np.uint16 if values.max(initial=0) < 2**16 else np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +232,7 @@ class QuotationIndex:
         return Occurrence(number, first, first + len(self.text(begin, end)))
 
 
-def _joined(arrays: Sequence[Ints], offsets: Sequence[int]) -> Ints:
+def _joined(arrays: Sequence[Kept], offsets: Sequence[int]) -> Ints:
     shifted = [each + np.int32(by) for each, by in zip(arrays, offsets, strict=False)]
     return np.concatenate(shifted) if shifted else np.zeros(0, np.int32)
 

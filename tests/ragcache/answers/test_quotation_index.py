@@ -123,6 +123,19 @@ def test_characters_of_byte_tokens_are_quoted(loaded: LoadedModel) -> None:
     assert "".join(map(text.push, tokens[:-1])) + text.finish() == "生于上", "no part of one"
 
 
+def test_a_long_text_is_quoted_and_a_short_one_has_a_small_graph(
+    tiny_reader: LoadedModel,
+) -> None:
+    """Places beyond 65,536 need more than 16 bits."""
+    graph = QuotableText.of(TEXTS[2], token_spellings(tiny_reader))
+    assert graph.nbytes < 25 * len(graph.raw)
+    long = f"{TEXTS[0] * 1000}The lighthouse is closed. {TEXTS[1]}"
+    index = index_of(tiny_reader, TEXTS[2], long, TEXTS[2])
+    said = "The lighthouse is closed"
+    [found] = quote(index, tiny_reader.encode_untrusted(said), said)
+    assert (found.text, long[found.begin : found.end]) == (1, said)
+
+
 @pytest.mark.parametrize("loaded", ["reader", "bytes", "spaced"], indirect=True)
 def test_every_run_of_words_can_be_said_as_the_model_spells_it(loaded: LoadedModel) -> None:
     """Also where its first word lacks the space that stands before it in the text, or has one."""
