@@ -214,7 +214,7 @@ def test_a_vocabulary_of_words_keeps_its_control_tokens_apart() -> None:
 
 
 class Usage(ctypes.Structure):
-    """What glibc's `mallinfo2` returns."""
+    """The result of glibc's `mallinfo2`."""
 
     _fields_ = [(f"field_{number}", ctypes.c_size_t) for number in range(10)]
 
