@@ -6,9 +6,11 @@
     python benchmarks/tensor_parallel.py shape --ranks 2 --shape 8b --json two.json
     python benchmarks/tensor_parallel.py shape --ranks 2 --shape 70b --fp8 --json large.json
     python benchmarks/tensor_parallel.py sums --ranks 2 --json sums.json
+    python benchmarks/tensor_parallel.py sums --ranks 2 --sweep --json sweep.json
 
 `parity` compares answers in float32 with one GPU's. `shape` measures a model of random weights, and
-reports medians. On a CPU (`--device cpu`, under Triton's interpreter) the same code runs over gloo.
+reports medians. `sums --sweep` compares launches of pushed sums. On a CPU (`--device cpu`, under
+Triton's interpreter) the same code runs over gloo.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -62,6 +65,9 @@ from ragcache.states.serialization import to_blob
 from ragcache.store.tiers.device import DeviceTier
 from ragcache.store.tiers.host import HostTier
 
+if TYPE_CHECKING:
+    from ragcache.models.parallel.one_shot import OneShot, Way
+
 ALL_SHAPES = {
     **SHAPES,
     "70b": LlamaShape(80, 8192, 64, 8, 28672, 128256, 32768, 500_000.0, tied=False),
@@ -69,6 +75,14 @@ ALL_SHAPES = {
     "tiny": LlamaShape(2, 64, 4, 2, 128, 256, 4096, 10_000.0, tied=False),
 }
 PREAMBLE, QUESTION, BLOCKS = 64, 64, 3  # BLOCKS: of the pool, of a request
+PUSH_BLOCKS = [
+    (block, warps)
+    for block in (256, 512, 1024, 2048, 4096)
+    for warps in (1, 2, 4, 8)
+    if 4 <= block // (32 * warps) <= 16
+]
+"""Elements and warps of a program, with 4 to 16 elements a thread."""
+PUSH_PROGRAMS = (32, 64, 128, 256, 512)
 _begin = time.perf_counter()
 _followers: list[int] = []
 
@@ -521,12 +535,14 @@ def sums(options: argparse.Namespace) -> dict[str, Any]:
         ranks = [
             subprocess.Popen(
                 [sys.executable, __file__, "sums-rank", "--ranks", str(options.ranks), "--rank",
-                 str(rank), "--folder", folder, *(["--json", options.json] if options.json else [])]
+                 str(rank), "--folder", folder, *(["--json", options.json] if options.json else []),
+                 *(["--sweep"] if options.sweep else [])]
             )
             for rank in range(options.ranks)
         ]  # fmt: skip
         codes = [each.wait() for each in ranks]
-    return {"codes": codes}
+    found = json.loads(Path(options.json).read_text()) if options.json else {}
+    return found | {"codes": codes}
 
 
 def sums_rank(options: argparse.Namespace) -> dict[str, Any]:
@@ -536,7 +552,8 @@ def sums_rank(options: argparse.Namespace) -> dict[str, Any]:
 
     device = torch.device("cuda", options.rank)
     folder = Path(options.folder)
-    both = DeviceCollectives(folder, options.rank, options.ranks, device, sum_bytes=2**26)
+    limits = {"sum_bytes": 2**26, "push_bytes": 2**23}
+    both = DeviceCollectives(folder, options.rank, options.ranks, device, **limits)
     say(f"rank {options.rank}: sums by {both.way}")
     found: dict[str, dict[str, float]] = {}
 
@@ -563,16 +580,27 @@ def sums_rank(options: argparse.Namespace) -> dict[str, Any]:
             graph.reset()
         found.setdefault(key, {})[name] = round(statistics.median(times), 2)
 
+    if options.sweep:
+        sweep_pushes(both._shared, attempt)
+        save(options, found)
+        if options.rank == 0:
+            for key, times in found.items():
+                say(f"{key}: {dict(sorted(times.items(), key=itemgetter(1)))}")
+        torch.cuda.synchronize()
+        os._exit(0)
     for width in (4096, 8192):
         for rows in (1, 16, 64, 256, 512, 1024, 2048, 4096):
             part = torch.randn(rows, width, dtype=torch.bfloat16, device=device)
             key, calls = f"{rows} x {width}", 32 if rows <= 512 else 8
             shared = both._shared
-            if shared is not None and shared.holds(part):
-                for name, shots in (("one-shot", 1), ("two-shot", 2)):
-                    call = partial(shared.sum_parts, part, shots=shots)
-                    attempt(key, name, call, calls)
-                    attempt(key, f"{name}, in place", partial(call, copy=False), calls)
+            if shared is not None and part.nbytes <= limits["sum_bytes"]:
+                if shared.way(part.nbytes) == "push":
+                    attempt(key, "push", partial(shared.sum_parts, part, way="push"), calls)
+                ways: tuple[Way, ...] = ("one-shot", "two-shot")
+                for way in ways:
+                    call = partial(shared.sum_parts, part, way=way)
+                    attempt(key, way, call, calls)
+                    attempt(key, f"{way}, in place", partial(call, copy=False), calls)
             if options.nccl:
                 attempt(key, "nccl", partial(distributed.all_reduce, part), calls)
             if options.rank == 0:
@@ -590,6 +618,35 @@ def sums_rank(options: argparse.Namespace) -> dict[str, Any]:
     save(options, found)
     torch.cuda.synchronize()
     os._exit(0)
+
+
+def sweep_pushes(
+    shared: OneShot, attempt: Callable[[str, str, Callable[[], object]], None]
+) -> None:
+    """Times of pushed sums by their launch, each of which is seen to be right first."""
+    from ragcache.models.parallel.one_shot import PushLaunch
+
+    for rows in (1, 16, 64, 256):
+        generator = torch.Generator("cuda").manual_seed(rows)
+        parts = [
+            torch.randn(rows, 4096, device="cuda", generator=generator).bfloat16()
+            for _ in range(shared.ranks)
+        ]
+        part, total = parts[shared.rank], torch.zeros(rows, 4096, device="cuda")
+        for each in parts:
+            total += each.float()
+        for block, warps in PUSH_BLOCKS:
+            blocks, before = -(-part.numel() // block), 0
+            for programs in PUSH_PROGRAMS:
+                if before >= blocks:  # the same launch
+                    continue
+                before = programs
+                shared.push_launch = PushLaunch(block, warps, programs)
+                for _ in range(4):
+                    found = shared.sum_parts(part, way="push")
+                    assert torch.equal(found, total.bfloat16()), shared.push_launch
+                name = f"{block} elements, {warps} warps, {min(programs, blocks)} programs"
+                attempt(f"{rows} x 4096", name, partial(shared.sum_parts, part, way="push"))
 
 
 def end_after(seconds: float) -> None:
@@ -627,6 +684,7 @@ def main() -> None:
     parser.add_argument("--stall-steps", type=int, default=1000)
     parser.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--nccl", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--sweep", action="store_true", help="launches of pushed sums")
     parser.add_argument("--patience", type=float, default=120.0, help="of the watch, in seconds")
     parser.add_argument("--seconds", type=float, default=300.0, help="until traces, and the end")
     parser.add_argument("--rank", type=int, default=0)

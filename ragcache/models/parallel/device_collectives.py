@@ -38,8 +38,7 @@ class DeviceCollectives:
         rank: Number of this process.
         ranks: Number of processes.
         device: The GPU of this process, among all visible ones.
-        sum_bytes: Bytes of the largest sum that is not left to NCCL. Defaults to
-            `one_shot.ONE_SHOT_BYTES`.
+        limits: `sum_bytes` and `push_bytes` of `OneShot`. Larger sums are left to NCCL.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class DeviceCollectives:
         rank: int,
         ranks: int,
         device: torch.device,
-        sum_bytes: int | None = None,
+        **limits: int,
     ) -> None:
         distributed: Any = import_module("torch.distributed")  # whose stubs lack what is used here
         self.rank, self.ranks, self.device, self.alone = rank, ranks, device, False
@@ -68,7 +67,7 @@ class DeviceCollectives:
         self._distributed = distributed
         self._open = True
         self._group: Any = distributed.group.WORLD
-        self._shared = self._connect(sum_bytes)
+        self._shared = self._connect(limits)
         self._warm_up()
 
     @property
@@ -83,7 +82,7 @@ class DeviceCollectives:
         """See `Collectives.sum_parts`."""
         if self.alone:
             return part
-        if self._shared is not None and self._shared.holds(part):
+        if self._shared is not None and self._shared.holds(part.shape[:-1].numel(), part.nbytes):
             total: Tensor = self._shared.sum_parts(part.contiguous())
             return total
         self._distributed.all_reduce(part)
@@ -92,10 +91,10 @@ class DeviceCollectives:
     def sum_products(
         self, hidden: Tensor, weight: Tensor, residual: Tensor | None = None
     ) -> Tensor:
-        """See `Collectives.sum_products`. The product writes its part where the others read it."""
+        """See `Collectives.sum_products`. The product writes its part where the sum reads it."""
         width, rows = weight.shape[0], hidden.shape[:-1].numel()
         shared = self._shared
-        if self.alone or shared is None or not shared.has_room(rows * width * hidden.itemsize):
+        if self.alone or shared is None or not shared.holds(rows, rows * width * hidden.itemsize):
             whole = self.sum_parts(functional.linear(hidden, weight))
             return whole if residual is None else residual + whole
         flat = hidden.reshape(rows, -1)
@@ -150,14 +149,13 @@ class DeviceCollectives:
             getattr(world, name).clear()
         c10d._unregister_all_process_groups()
 
-    def _connect(self, sum_bytes: int | None) -> Any:
+    def _connect(self, limits: dict[str, int]) -> Any:
         """Our own sums, unless a GPU cannot reach the memory of another."""
         if os.environ.get(ONE_SHOT_VARIABLE) == "0" or not self._peers():
             return None
-        from ragcache.models.parallel.one_shot import ONE_SHOT_BYTES, OneShot
+        from ragcache.models.parallel.one_shot import OneShot
 
-        nbytes = sum_bytes or ONE_SHOT_BYTES
-        return OneShot(self._group, self.rank, self.ranks, self.device, nbytes)
+        return OneShot(self._group, self.rank, self.ranks, self.device, **limits)
 
     def _peers(self) -> bool:
         first = self.device.index - self.rank

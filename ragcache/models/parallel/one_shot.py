@@ -10,11 +10,21 @@ again, and reads the other shares. The bits are the same.
 One meeting a call is enough, because calls alternate between two slots of the buffer: a rank that
 passes the meeting of call n + 1 has finished reading call n, so that call n + 2 may write the slot
 of call n.
+
+A small sum has no meeting. Every rank pushes its part into the memory of the others, and an element
+that has arrived is its own flag: an empty place holds -0.0, which is sent as 0.0 (the Lamport
+protocol of NCCL's LL and TensorRT-LLM's all-reduce). The reader empties a place after reading it.
+One shot computes the same bits.
+
+Two slots are enough for pushes as well. Every kernel, of whatever kind, waits for something that
+each other rank's kernel of the same call does, and kernels of a rank run one after another. So a
+rank that begins call n + 2 knows that all others began call n + 1, and have read and emptied the
+slot of call n.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 import triton
@@ -26,15 +36,36 @@ from ragcache.machine import new_stream
 PROGRAMS: Final = 128
 """Most programs of a kernel. All of them must run at once, since they wait for each other."""
 BLOCK: Final = 2048
-ONE_SHOT_BYTES: Final = 2**26
+SUM_BYTES: Final = 2**26
 """Largest sum: all of a CUDA graph, and those of two GPUs up to which NCCL was measured slower."""
-MEETING_BYTES: Final = 2**20
-"""Bytes that cross to a GPU about as long as a second meeting takes (900 GB/s both ways, 2 µs)."""
+GRAPH_ROWS: Final = 2048
+"""Most rows of a sum of more than two GPUs. NCCL is quicker from 512 rows on, but steps of so many
+rows are CUDA graphs, which have none of its sums."""
+PUSH_BYTES: Final = 2**21
+"""Largest part that is pushed to one or three others, up to which shots were measured slower. For
+more of them it is smaller by as much as they are more."""
 GATHER_BYTES: Final = 2**27
 BROADCAST_BYTES: Final = 2**16
-_GATHER_SLOT, _BROADCAST_SLOT = 2, 3
+_GATHER_SLOT, _BROADCAST_SLOT, _PUSH_SLOT = 2, 3, 4
 _RELEASED: Final = 2**24
 """Value of a flag that no rank has to raise any more."""
+_EMPTY: Final = {torch.int16: 0x8000 - 2**16, torch.int32: 0x80008000 - 2**32}
+"""Bits of an empty place, by the integers that elements are pushed as: -0.0 in 16 bits. Two of them
+are a subnormal float32, -4.6e-41, so that a slot is empty for either width."""
+_WORDS: Final = {2: torch.int16, 4: torch.int32}
+
+Way = Literal["push", "one-shot", "two-shot"]
+"""How a sum is made."""
+
+
+class PushLaunch(NamedTuple):
+    """How the kernel of pushed sums is launched."""
+
+    block: int = 1024
+    """Elements, at least one a thread: a thread must not see an element that another one sees."""
+    warps: int = 2
+    programs: int = 512
+    """Most programs. They need not run at once: each waits for the same one of the others alone."""
 
 
 @triton.jit
@@ -126,9 +157,111 @@ def _sum_block(
 def _store_sum(residual, out, total, at, inside, ADD: tl.constexpr):
     """Write a block of a sum, and of the residual with ADD."""
     if ADD:
-        before = tl.load(residual + at, mask=inside).to(tl.float32)
-        total = (before + total.to(tl.float32)).to(total.dtype)
+        total = _add(tl.load(residual + at, mask=inside), total)
     tl.store(out + at, total, mask=inside)
+
+
+@triton.jit
+def _add(before, total):
+    """The residual and a rounded sum, rounded."""
+    return (before.to(tl.float32) + total.to(tl.float32)).to(total.dtype)
+
+
+@triton.jit
+def push_kernel(
+    local,
+    residual,
+    buffers,
+    signals,
+    out,
+    numel,
+    slot,
+    stride,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EMPTY: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """out = the sum of all ranks' parts, rounded, and of the residual with ADD.
+
+    local, buffers: Elements as integers of their width, so that -0.0 and NaN are bits.
+    stride: Elements between the parts of two ranks in a slot.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    here = tl.arange(0, BLOCK)
+    for begin in range(program * BLOCK, numel, programs * BLOCK):
+        at, inside = begin + here, begin + here < numel
+        sent = _sendable(tl.load(local + at, mask=inside), EMPTY)
+        for step in tl.static_range(1, RANKS):  # every rank begins with another one
+            theirs = tl.load(buffers + (RANK + step) % RANKS).to(local.dtype)
+            theirs = tl.multiple_of(theirs + slot + RANK * stride, 16)
+            tl.store(theirs + at, sent, mask=inside)
+    received = tl.multiple_of(tl.load(buffers + RANK).to(local.dtype) + slot, 16)
+    own_flag = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + RANK  # raised by a release
+    for begin in range(program * BLOCK, numel, programs * BLOCK):
+        at, inside = begin + here, begin + here < numel
+        own = _sendable(tl.load(local + at, mask=inside, other=0), EMPTY)
+        if ADD:
+            before = tl.load(residual + at, mask=inside)
+        total, missing = tl.zeros((BLOCK,), dtype=tl.float32), 1
+        while missing > 0:
+            total, missing = _sum_received(
+                own,
+                received,
+                own_flag,
+                at,
+                inside,
+                stride,
+                out.dtype.element_ty,
+                RANK,
+                RANKS,
+                BLOCK,
+                EMPTY,
+            )
+        rounded = total.to(out.dtype.element_ty)
+        if ADD:
+            rounded = _add(before, rounded)
+        tl.store(out + at, rounded, mask=inside)
+        for step in tl.static_range(1, RANKS):
+            place = tl.multiple_of(received + (RANK + step) % RANKS * stride, 16) + at
+            tl.store(place, tl.full((BLOCK,), EMPTY, local.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sendable(bits, EMPTY: tl.constexpr):
+    """Elements, with 0.0 instead of an empty place's bits."""
+    return tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
+
+
+@triton.jit
+def _sum_received(
+    own,
+    received,
+    own_flag,
+    at,
+    inside,
+    stride,
+    kind: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EMPTY: tl.constexpr,
+):
+    """The sum of a block, and 1 while elements are missing. Every thread sums the registers that it
+    checks, and all threads get the same answer."""
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    empty = tl.zeros((BLOCK,), dtype=tl.int1)
+    for rank in tl.static_range(RANKS):
+        if rank == RANK:
+            bits = own
+        else:
+            place = tl.multiple_of(received + rank * stride, 16) + at
+            bits = tl.load(place, mask=inside, other=0, volatile=True)
+            empty = empty | (bits == EMPTY)
+        total += bits.to(kind, bitcast=True).to(tl.float32)
+    waited_for = tl.load(own_flag, volatile=True) == 0
+    return total, tl.max((empty & waited_for).to(tl.int32), axis=0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -202,6 +335,7 @@ class OneShot:
         ranks: Number of processes.
         device: The GPU of this process, among all visible ones.
         sum_bytes: Bytes of the largest sum.
+        push_bytes: Largest part that is pushed, as `PUSH_BYTES`. 0 leaves all sums to shots.
     """
 
     def __init__(
@@ -210,17 +344,22 @@ class OneShot:
         rank: int,
         ranks: int,
         device: torch.device,
-        sum_bytes: int = ONE_SHOT_BYTES,
+        sum_bytes: int = SUM_BYTES,
+        push_bytes: int = PUSH_BYTES,
     ) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
         self.rank, self.ranks, self._next = rank, ranks, 0
         self._sum_bytes = sum_bytes
-        slots = (sum_bytes, sum_bytes, GATHER_BYTES, BROADCAST_BYTES)
+        self._pushed_bytes = 4 * push_bytes // max(4, ranks) // 16 * 16  # aligned
+        self.push_launch = PushLaunch()
+        area = ranks * self._pushed_bytes
+        slots = (sum_bytes, sum_bytes, GATHER_BYTES, BROADCAST_BYTES, area, area)
         self._begins = [sum(slots[:number]) for number in range(len(slots))]
         self._memory = symmetric.empty(sum(slots), dtype=torch.uint8, device=device)
         self._flags = symmetric.empty(PROGRAMS * ranks, dtype=torch.int32, device=device)
         self._handles = [symmetric.rendezvous(each, group) for each in (self._memory, self._flags)]
+        self._memory[self._begins[_PUSH_SLOT] :].view(torch.int32).fill_(_EMPTY[torch.int32])
         self._flags.zero_()
         self._buffers, self._signals = (
             torch.tensor([*each.buffer_ptrs], dtype=torch.int64, device=device)
@@ -231,13 +370,9 @@ class OneShot:
         torch.cuda.synchronize(device)
         torch.distributed.barrier(group)
 
-    def holds(self, part: Tensor) -> bool:
-        """Whether a sum fits into a slot."""
-        return self.has_room(part.nbytes)
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether a sum of so many bytes fits into a slot."""
-        return nbytes <= self._sum_bytes
+    def holds(self, rows: int, nbytes: int) -> bool:
+        """Whether a sum of so many rows and bytes is made here, and not by NCCL."""
+        return nbytes <= self._sum_bytes and (self.ranks == 2 or rows <= GRAPH_ROWS)
 
     def gathers(self, part: Tensor) -> bool:
         """Whether a gather fits into its slot."""
@@ -247,18 +382,30 @@ class OneShot:
         """Whether a broadcast fits into its slot."""
         return tensor.nbytes <= BROADCAST_BYTES and tensor.is_contiguous()
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a view of the next slot, for a product to write its part into."""
-        begin, nbytes = self._begins[self._next], torch.Size(shape).numel() * dtype.itemsize
-        return self._memory[begin : begin + nbytes].view(dtype).view(shape)
-
-    def shots(self, nbytes: int) -> int:
-        """Return how many shots a sum of so many bytes takes.
+    def way(self, nbytes: int) -> Way:
+        """Return how a sum of so many bytes is made.
 
         One shot reads ranks - 1 parts of others. Two read 2 (ranks - 1) / ranks of a part.
         """
-        saved = nbytes * (self.ranks - 1) * (self.ranks - 2) // self.ranks
-        return 2 if saved > MEETING_BYTES else 1
+        if nbytes <= self._pushed_bytes:
+            return "push"
+        return "one-shot" if self.ranks == 2 else "two-shot"
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype, way: Way | None = None) -> Tensor:
+        """Return memory for a product to write its part of the next sum into.
+
+        It is a view of the next slot, or plain memory if the sum is pushed.
+
+        Args:
+            shape: Shape of the part.
+            dtype: Type of the part.
+            way: The `way` that `sum_parts` is given.
+        """
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if (way or self.way(nbytes)) == "push":
+            return torch.empty(shape, dtype=dtype, device=self._memory.device)
+        begin = self._begins[self._next]
+        return self._memory[begin : begin + nbytes].view(dtype).view(shape)
 
     def sum_parts(
         self,
@@ -266,7 +413,7 @@ class OneShot:
         residual: Tensor | None = None,
         *,
         copy: bool = True,
-        shots: int | None = None,
+        way: Way | None = None,
     ) -> Tensor:
         """Return the sum of all ranks' parts, and of a residual.
 
@@ -274,11 +421,14 @@ class OneShot:
             part: This rank's part, of equal size on every rank.
             residual: A tensor of the same size, which is the same on every rank.
             copy: Whether the part is not in `room`.
-            shots: 1 or 2. Defaults to the number that suits the size.
+            way: How the sum is made. Defaults to the way that suits the size.
         """
+        way = way or self.way(part.nbytes)
         slot, self._next = self._next, 1 - self._next
+        if way == "push":
+            return self._push(part, residual, slot)
         out, numel = torch.empty_like(part), part.numel()
-        shares = self.ranks if (shots or self.shots(part.nbytes)) == 2 else 1
+        shares = self.ranks if way == "two-shot" else 1
         blocks = triton.cdiv(triton.cdiv(numel, shares), BLOCK)
         sum_kernel[min(PROGRAMS, blocks),](
             part,
@@ -295,6 +445,28 @@ class OneShot:
             COPY=copy,
             ADD=residual is not None,
             num_warps=8,
+        )
+        return out
+
+    def _push(self, part: Tensor, residual: Tensor | None, slot: int) -> Tensor:
+        out, numel, itemsize = torch.empty_like(part), part.numel(), part.element_size()
+        block, warps, programs = self.push_launch
+        word = _WORDS[itemsize]
+        push_kernel[min(programs, triton.cdiv(numel, block)),](
+            part.view(word),
+            out if residual is None else residual.contiguous(),
+            self._buffers,
+            self._signals,
+            out,
+            numel,
+            self._begins[_PUSH_SLOT + slot] // itemsize,
+            self._pushed_bytes // itemsize,
+            RANK=self.rank,
+            RANKS=self.ranks,
+            BLOCK=block,
+            EMPTY=_EMPTY[word],
+            ADD=residual is not None,
+            num_warps=warps,
         )
         return out
 

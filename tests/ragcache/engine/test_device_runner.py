@@ -354,3 +354,10 @@ def test_long_new_texts_attend_to_themselves_as_squares(monkeypatch: pytest.Monk
         answers.append(core.run(*requests))
     assert sizes == [5, 4], "9 tokens in two chunks"
     assert_same_answers(*answers)
+
+
+def test_sums_of_graphs_are_never_left_to_nccl() -> None:
+    module = pytest.importorskip("ragcache.engine.device_runner", reason="needs triton")
+    one_shot = pytest.importorskip("ragcache.models.parallel.one_shot", reason="needs triton")
+    assert module.GRAPH_CAPACITY.rows == one_shot.GRAPH_ROWS
+    assert module.BUCKETS["mixed"][-1] <= one_shot.GRAPH_ROWS
