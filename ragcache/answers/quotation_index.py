@@ -233,7 +233,10 @@ class QuotationIndex:
 
 
 def _joined(arrays: Sequence[Kept], offsets: Sequence[int]) -> Ints:
-    shifted = [each + np.int32(by) for each, by in zip(arrays, offsets, strict=False)]
+    shifted = [
+        np.add(each, by, dtype=np.int32)  # `+` of numpy 1 would keep 16 bits
+        for each, by in zip(arrays, offsets, strict=False)
+    ]
     return np.concatenate(shifted) if shifted else np.zeros(0, np.int32)
 
 

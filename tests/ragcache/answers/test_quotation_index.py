@@ -136,6 +136,15 @@ def test_a_long_text_is_quoted_and_a_short_one_has_a_small_graph(
     assert (found.text, long[found.begin : found.end]) == (1, said)
 
 
+def test_places_of_two_texts_need_more_bits_than_each(tiny_reader: LoadedModel) -> None:
+    said = "The lighthouse is closed"
+    index = index_of(tiny_reader, TEXTS[0] * 500, f"{TEXTS[1] * 500}{said}.")
+    assert len(TEXTS[0]) * 500 < 2**16 < len(index._raw)
+    assert {index.first.dtype, index.ends.dtype} == {np.dtype(np.int32)}
+    [found] = quote(index, tiny_reader.encode_untrusted(said), said)
+    assert (found.text, found.begin) == (1, len(TEXTS[1]) * 500)
+
+
 @pytest.mark.parametrize("loaded", ["reader", "bytes", "spaced"], indirect=True)
 def test_every_run_of_words_can_be_said_as_the_model_spells_it(loaded: LoadedModel) -> None:
     """Also where its first word lacks the space that stands before it in the text, or has one."""
