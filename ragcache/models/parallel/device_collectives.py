@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ragcache.models.parallel.collectives import RankLost
+
 logger = logging.getLogger(__name__)
 
 _WORLD = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg")
@@ -65,14 +67,14 @@ class DeviceCollectives:
             device_id=device,
         )
         self._distributed = distributed
-        self._open = True
+        self._open, self._left_to_nccl, self._released = True, False, False
         self._group: Any = distributed.group.WORLD
         self._shared = self._connect(limits)
         self._warm_up()
 
     @property
     def way(self) -> str:
-        """How small sums are made: `one-shot` or `nccl`."""
+        """Who makes sums that are small enough: `one-shot`, which is `OneShot`, or `nccl`."""
         return "nccl" if self._shared is None else "one-shot"
 
     def begin_pass(self) -> None:
@@ -85,7 +87,7 @@ class DeviceCollectives:
         if self._shared is not None and self._shared.holds(part.shape[:-1].numel(), part.nbytes):
             total: Tensor = self._shared.sum_parts(part.contiguous())
             return total
-        self._distributed.all_reduce(part)
+        self._nccl().all_reduce(part)
         return part
 
     def sum_products(
@@ -117,7 +119,7 @@ class DeviceCollectives:
                 return part
         else:
             parts = part.new_empty(self.ranks * len(part), most)
-            self._distributed.all_gather_into_tensor(parts, part)
+            self._nccl().all_gather_into_tensor(parts, part)
             whole = parts.view(self.ranks, len(part), most).transpose(0, 1).flatten(1)
         return whole if whole.shape[1] == width else whole[:, :width].contiguous()
 
@@ -126,13 +128,14 @@ class DeviceCollectives:
         if self._shared is not None and self._shared.passes(tensor):
             self._shared.broadcast(tensor)
         else:
-            self._distributed.broadcast(tensor, 0)
+            self._nccl().broadcast(tensor, 0)
 
     def release(self) -> None:
         """Let all sums that wait for other ranks end, with any result."""
+        self._released = True
         if self._shared is not None:
             self._shared.release()
-        else:  # in a thread of its own, since it may wait for a rank that has ended
+        if self._left_to_nccl:  # in a thread of its own, since it may wait for an ended rank
             threading.Thread(target=self._group.abort, daemon=True).start()
 
     def close(self) -> None:
@@ -148,6 +151,13 @@ class DeviceCollectives:
         for name in _WORLD:
             getattr(world, name).clear()
         c10d._unregister_all_process_groups()
+
+    def _nccl(self) -> Any:
+        """Return what makes the calls that are left to NCCL, which a release then has to abort."""
+        self._left_to_nccl = True
+        if self._released:
+            raise RankLost("another rank has ended")
+        return self._distributed
 
     def _connect(self, limits: dict[str, int]) -> Any:
         """Our own sums, unless a GPU cannot reach the memory of another."""
