@@ -112,7 +112,8 @@ class PromptTokenizer:
 def keep_no_words(tokenizer: Tokenizer) -> None:
     """Turn off BPE's cache, in which every thread keeps up to 10,000 words, about 5 MiB.
 
-    A text takes as long without it. A service tokenizes in dozens of threads.
+    A service tokenizes in dozens of threads. New text of 4,000 characters takes at most 0.5 ms
+    longer without it, and text that a thread has just had up to twice as long.
     """
     if isinstance(tokenizer.model, BPE):
         tokenizer.model._resize_cache(0)
