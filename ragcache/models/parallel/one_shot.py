@@ -326,6 +326,11 @@ def broadcast_kernel(
             tl.store(tensor + begin + here, part, mask=inside)
 
 
+def most_pushed(push_bytes: int, ranks: int) -> int:
+    """Return the bytes of the largest part that so many ranks push, aligned (`PUSH_BYTES`)."""
+    return 4 * push_bytes // max(4, ranks) // 16 * 16
+
+
 class OneShot:
     """Buffers and flags that all ranks map.
 
@@ -351,7 +356,7 @@ class OneShot:
 
         self.rank, self.ranks, self._next = rank, ranks, 0
         self._sum_bytes = sum_bytes
-        self._pushed_bytes = 4 * push_bytes // max(4, ranks) // 16 * 16  # aligned
+        self._pushed_bytes = most_pushed(push_bytes, ranks)
         self.push_launch = PushLaunch()
         area = ranks * self._pushed_bytes
         slots = (sum_bytes, sum_bytes, GATHER_BYTES, BROADCAST_BYTES, area, area)

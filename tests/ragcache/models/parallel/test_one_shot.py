@@ -13,7 +13,7 @@ from tests.ragcache.attention.triton.compiled import run_compiling
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from ragcache.models.parallel.one_shot import PUSH_BYTES, SUM_BYTES, OneShot
+from ragcache.models.parallel.one_shot import PUSH_BYTES, SUM_BYTES, OneShot, most_pushed
 
 COMPILE = """
 import inspect
@@ -171,15 +171,16 @@ def test_ranks_meet_in_memory_that_all_of_them_map(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "ways"),
     [
-        (2, ["push", "one-shot", "one-shot", "one-shot"]),
-        (4, ["push", "two-shot", "two-shot", "nccl"]),
-        (8, ["push", "two-shot", "two-shot", "nccl"]),
+        (2, ["push", "push", "one-shot", "one-shot", "one-shot"]),
+        (4, ["push", "push", "two-shot", "two-shot", "nccl"]),
+        (8, ["push", "two-shot", "two-shot", "two-shot", "nccl"]),
     ],
 )
 def test_the_size_decides_how_a_sum_is_made(ranks: int, ways: list[str]) -> None:
     shared = OneShot.__new__(OneShot)  # without the memory of GPUs
-    shared.ranks, shared._sum_bytes, shared._pushed_bytes = ranks, SUM_BYTES, PUSH_BYTES
-    rows = (64, 1024, 2048, 4096)
+    shared.ranks, shared._sum_bytes = ranks, SUM_BYTES
+    shared._pushed_bytes = most_pushed(PUSH_BYTES, ranks)
+    rows = (128, 256, 1024, 2048, 4096)
     sizes = [(each, each * 4096 * 2) for each in rows]
     found = [shared.way(size[1]) if shared.holds(*size) else "nccl" for size in sizes]
     assert found == ways
