@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # One thread a process: several would wait for each other in busy loops on the same cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A process compiles by itself: starting processes for it takes longer than what tests compile.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # No test is timed: what an example takes says more of the machine. `make test-all` runs every
 # example (`--hypothesis-profile full`) and the tests with the mark `nightly`, `.ci/run` a quarter

@@ -120,9 +120,17 @@ _HYBRIDS: dict[str, dict[str, Any]] = {
 }
 HYBRIDS = tuple(_HYBRIDS)
 _QUICK = ("bamba", "lfm2")  # the delta rule of transformers loops over tokens
-HYBRID_PARAMS = [
-    pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in HYBRIDS
-]
+# One for each kind of recurrence, and of layers beside it. The others are of the night.
+OFTEN = (*_QUICK, "falcon_h1", "kimi_linear", "qwen3_5_text", "qwen3_next")
+
+
+def _marks(family: str) -> tuple[pytest.MarkDecorator, ...]:
+    if family in _QUICK:
+        return ()
+    return (pytest.mark.slow,) if family in OFTEN else (pytest.mark.slow, pytest.mark.nightly)
+
+
+HYBRID_PARAMS = [pytest.param(name, marks=_marks(name)) for name in HYBRIDS]
 
 
 def tiny_hybrid(family: str, **changes: Any) -> Any:

@@ -63,7 +63,12 @@ def ask_until(rag: RagCache, end: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("writers", "readers"),
-    [(1, 2), (2, 1), (8, 1), pytest.param(4, 8, marks=pytest.mark.nightly)],
+    [
+        (1, 2),
+        (8, 1),
+        pytest.param(2, 1, marks=pytest.mark.nightly),
+        pytest.param(4, 8, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_folder_is_written_and_read_by_any_number_of_processes(
     tmp_path: Path, model: LoadedModel, writers: int, readers: int

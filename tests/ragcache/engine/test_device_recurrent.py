@@ -28,13 +28,12 @@ from ragcache.modes import Compose
 from ragcache.states import KVStates
 from tests.interpreted import interpreted
 from tests.ragcache.engine.stepped_engine import SteppedCore, plain_context
-from tests.tiny_hybrids import HYBRIDS, tiny_hybrid
+from tests.tiny_hybrids import HYBRIDS, OFTEN, tiny_hybrid
 from tests.tiny_models import random_tokens
 
 pytestmark = interpreted
 
 LENGTHS = (6, 2, 5)
-OFTEN = ("bamba", "falcon_h1", "kimi_linear", "lfm2", "qwen3_5_text", "qwen3_next")
 FAMILIES = [
     pytest.param(name, marks=() if name in OFTEN else pytest.mark.nightly) for name in HYBRIDS
 ]

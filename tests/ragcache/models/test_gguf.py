@@ -20,6 +20,7 @@ from ragcache.errors import ConfigurationError, MissingExtra, ModelNotFound, Uns
 from ragcache.models import LoadedModel, load_model, loader
 from ragcache.models import gguf as conversion
 from ragcache.models.native import load_kernels
+from tests.forks import ForkedPython
 from tests.ragcache.models.reference import last_logits, prompt
 from tests.tiny_models import tiny_model
 
@@ -40,6 +41,7 @@ logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 if "killed" in sys.argv:
     import os, signal
     gguf.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+gguf.cache_folder = lambda: Path(sys.argv[2])
 gguf.convert_gguf(Path(sys.argv[1]))
 """
 
@@ -204,22 +206,22 @@ def test_a_moved_file_is_known_and_a_changed_one_is_converted(
 
 @pytest.mark.slow
 def test_processes_share_a_conversion_after_one_was_killed(file: Path, cache: Path) -> None:
-    killed = _convert(file, "killed")
+    killed = _convert(file, cache, "killed")
     assert "converting" in killed.communicate()[0]
-    assert killed.returncode == -signal.SIGKILL
+    assert killed.poll() == -signal.SIGKILL
     assert [path.suffix for path in cache.iterdir() if path.is_dir()] == [".part"]
-    both = [_convert(file) for _ in range(2)]
+    both = [_convert(file, cache) for _ in range(2)]
     said = [each.communicate()[0] for each in both]
-    assert [each.returncode for each in both] == [0, 0], said
+    assert [each.poll() for each in both] == [0, 0], said
     assert sum("to a checkpoint, once" in each for each in said) == 1
     [folder] = [path for path in cache.iterdir() if path.is_dir()]
     assert load_model(folder).causal.fingerprint == load_model(file).causal.fingerprint
 
 
-def _convert(file: Path, *options: str) -> subprocess.Popen[str]:
+def _convert(file: Path, cache: Path, *options: str) -> ForkedPython:
     """Start a process that converts a file."""
-    command = [sys.executable, "-c", CONVERT, str(file), *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ})
+    command = [sys.executable, "-c", CONVERT, str(file), str(cache), *options]
+    return ForkedPython(command, stdout=subprocess.PIPE)
 
 
 def test_a_failed_conversion_leaves_no_files(

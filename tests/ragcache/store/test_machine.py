@@ -198,9 +198,9 @@ def test_hundreds_of_operations() -> None:
 @pytest.mark.slow
 def test_thousands_of_operations() -> None:
     """Ten thousand under the profile `full`."""
-    run(StoreMachine, scaled(200, quick=0.06))
+    run(StoreMachine, scaled(200, quick=0.03))
 
 
 @pytest.mark.slow
 def test_thousands_of_operations_on_postgresql(request: pytest.FixtureRequest) -> None:
-    run(on_postgres(request), scaled(200, quick=0.04))
+    run(on_postgres(request), scaled(200, quick=0.02))

@@ -189,7 +189,7 @@ def check(folder: Path, where: Path | str, possible: dict[str, set[int]]) -> dic
 @pytest.mark.slow
 def test_many_kills(tmp_path: Path, where: Path | str) -> None:
     """Two hundred under the profile `full`."""
-    rng, kills, acknowledged = random.Random(1000), scaled(200, quick=0.1), 0
+    rng, kills, acknowledged = random.Random(1000), scaled(200, quick=0.05), 0
     expected: dict[str, int] = {}
     for turn in range(kills):
         work = lambda tell, turn=turn: live(tmp_path, where, 1000 + turn, tell)  # noqa: E731

@@ -111,6 +111,11 @@ SPLIT = (
     *("starcoder2", "vaultgemma"),
 )
 """Types of models that are split. All others are refused."""
+OFTEN = (
+    *("apertus", "arcee", "glm", "gpt_neox", "llama", "nanochat", "phi", "phi3", "qwen3"),
+    "starcoder2",
+)
+"""A type for each plan in transformers. The other types have one of these plans."""
 
 
 def tiny_trial(model_type: str) -> tuple[type[Any], Any]:
@@ -120,7 +125,10 @@ def tiny_trial(model_type: str) -> tuple[type[Any], Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", SPLIT)
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.nightly) for name in SPLIT],
+)
 def test_a_family_is_split_right(model_type: str) -> None:
     kind, config = tiny_trial(model_type)
     whole, same = (wrap_causal(trial.tiny_model(kind, config, 7)) for _ in range(2))
