@@ -28,7 +28,7 @@ class Meeting:
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks)
         self.parts: list[Tensor] = [torch.empty(0)] * ranks
-        self.sums = 0
+        self.sums, self.before_passes = 0, list[int]()
 
 
 class ThreadCollectives:
@@ -40,7 +40,8 @@ class ThreadCollectives:
         self.rank, self.ranks, self._meeting = rank, meeting.barrier.parties, meeting
 
     def begin_pass(self) -> None:
-        pass
+        if self.rank == 0:
+            self._meeting.before_passes.append(self._meeting.sums)
 
     def sum_parts(self, part: Tensor) -> Tensor:
         self._meeting.sums += self.rank == 0
@@ -123,6 +124,8 @@ class ThreadFollowers:
         for thread in self.threads:
             thread.join()
         assert not self.errors, self.errors
+        odd = [number for number in self.meeting.before_passes if number % 2]
+        assert not odd, "sums of GPUs alternate between two slots, also in graphs"
 
 
 def split_in_threads(whole: CausalLM, ranks: int) -> ParallelLM:
