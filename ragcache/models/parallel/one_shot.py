@@ -39,8 +39,8 @@ BLOCK: Final = 2048
 SUM_BYTES: Final = 2**26
 """Largest sum: all of a CUDA graph, and those of two GPUs up to which NCCL was measured slower."""
 GRAPH_ROWS: Final = 2048
-"""Most rows of a sum of more than two GPUs. NCCL is quicker from 512 rows on, but steps of so many
-rows are CUDA graphs, which have none of its sums."""
+"""Most rows of a sum of more than two GPUs. NCCL is quicker from 1,024 rows on, but steps of so
+many rows are CUDA graphs, which have none of its sums."""
 PUSH_BYTES: Final = 2**21
 """Largest part that is pushed to one or three others, up to which shots were measured slower. For
 more of them it is smaller by as much as they are more."""
