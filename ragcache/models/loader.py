@@ -78,7 +78,7 @@ class LoadedModel:
     @cached_property
     def prompt_tokenizer(self) -> PromptTokenizer:
         """Tokenizes untrusted texts, and the text of a template around them."""
-        return PromptTokenizer(self.tokenizer)
+        return PromptTokenizer(self.tokenizer, keep_words=self.causal.device.type != "cpu")
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
