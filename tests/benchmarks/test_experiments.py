@@ -186,6 +186,7 @@ HANDBOOK = REPOSITORY / "examples" / "handbook"
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_eight_bits_hardly_change_how_the_reader_begins(reader: LoadedModel) -> None:
     """The bound that docs and model card state: 95 %."""
     with pytest.raises(NoDocuments, match=r"questions\.jsonl"):
@@ -421,6 +422,7 @@ def test_llama_cpp_computes_a_new_order_and_keeps_a_prefix() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_small_weights_are_measured_beside_those_in_bfloat16() -> None:
     told = bench_weights(WeightsSetting(256, 256, 1, rows=(1, 4), runs=1, questions=2))
     own, eight, four = (told["weights"][kind] for kind in ("None", "int8", "int4"))

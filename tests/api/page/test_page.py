@@ -85,7 +85,7 @@ def test_overview_shows_figures_tiers_and_series(page: Page, service: tuple[str,
     assert re.fullmatch(r"Computed\s[\d.]+( k)?", page.find(".readout li", "Computed").text)
     bar = page.find("[data-memory=host] [role=img]").get_attribute("aria-label")
     for part in ("This process", "Mapped files", "Others", "Free"):
-        assert re.search(rf"{part} [\d.]+ [KMGT]iB", bar), bar
+        assert re.search(rf"{part} [\d.,]+ [KMGT]iB", bar), bar
     assert "available of" in page.find("[data-memory=host]").text
 
 

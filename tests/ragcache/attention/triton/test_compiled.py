@@ -124,7 +124,7 @@ def test_partial_copies_asynchronously_and_spills_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [LLAMA_7B, LLAMA_8B])
+@pytest.mark.parametrize("heads", [pytest.param(LLAMA_7B, marks=pytest.mark.nightly), LLAMA_8B])
 def test_decode_steps_over_8_bits_spill_nothing(instructions: Compile, heads: HeadLayout) -> None:
     from ragcache.attention.triton import launch
 
@@ -140,7 +140,14 @@ def test_decode_steps_over_8_bits_spill_nothing(instructions: Compile, heads: He
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "capability"), [(GEMMA, 120), (LLAMA_8B, 120), (GEMMA, 86)])
+@pytest.mark.parametrize(
+    ("heads", "capability"),
+    [
+        (GEMMA, 120),
+        pytest.param(LLAMA_8B, 120, marks=pytest.mark.nightly),
+        pytest.param(GEMMA, 86, marks=pytest.mark.nightly),
+    ],
+)
 def test_partial_fits_the_shared_memory_of_graphics_cards(
     instructions: Compile, heads: HeadLayout, capability: int
 ) -> None:
@@ -174,7 +181,13 @@ def test_tail_spills_little(instructions: Compile, heads: HeadLayout, rows: int)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("heads", "capability"), [(DEEPSEEK, 90), (DEEPSEEK_V3, 90), (DEEPSEEK, 80), (DEEPSEEK, 120)]
+    ("heads", "capability"),
+    [
+        (DEEPSEEK_V3, 90),
+        (DEEPSEEK, 120),
+        pytest.param(DEEPSEEK, 90, marks=pytest.mark.nightly),
+        pytest.param(DEEPSEEK, 80, marks=pytest.mark.nightly),
+    ],
 )
 def test_latents_are_copied_asynchronously_and_spill_little(
     instructions: Compile, heads: HeadLayout, capability: int

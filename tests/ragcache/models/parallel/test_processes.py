@@ -165,7 +165,7 @@ def test_a_follower_that_dies_ends_the_engine(death: str, split: ParallelLM) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.nightly)])
 def test_the_death_of_any_of_several_followers_ends_all(forked_ranks: None, ranks: int) -> None:
     split = split_model(wrap_causal(tiny_model("llama", **EIGHT_HEADS)), ranks)
     followers = processes(split)
