@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -304,9 +305,30 @@ def pytest_collection_finish() -> None:
     Later collections are a tenth as many: tests make many objects that live as long as a fixture.
     """
     gc.freeze()
-    atexit.register(gc.unfreeze)
+    atexit.register(_unfreeze)
     gc.set_threshold(7_000, 10, 20)
     gc.enable()
+
+
+_unfreeze, _were_unfrozen = gc.unfreeze, threading.Event()
+
+
+def _note_and_unfreeze() -> None:
+    _were_unfrozen.set()
+    _unfreeze()
+
+
+gc.unfreeze = _note_and_unfreeze
+
+
+def pytest_runtest_logfinish() -> None:
+    """Exempt all objects again after an engine has ended, which includes them in collections.
+
+    Each full collection takes a second otherwise, in all later tests of the process.
+    """
+    if _were_unfrozen.is_set():
+        _were_unfrozen.clear()
+        gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
