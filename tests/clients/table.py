@@ -169,7 +169,6 @@ LIBRARIES = (
         expects=(ANSWER, SOURCE, ANSWER),
         note="The prefix `openai/` tells LiteLLM which interface the service speaks. The "
         "collection is part of the model's id.",
-        official=True,
     ),
     Client(
         "instructor",
