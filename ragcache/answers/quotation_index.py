@@ -198,7 +198,8 @@ class QuotationIndex:
         self._raw = b"".join(each.raw + b"\0" for each in texts)  # an end is no other one's start
         lengths = [len(each.raw) + 1 for each in texts]
         places = self._offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).tolist()
-        edges = np.concatenate(([0], np.cumsum([len(each.tokens) for each in texts]))).tolist()
+        counts = [len(each.tokens) for each in texts]
+        edges = np.concatenate(([0], np.cumsum(counts, dtype=np.int64))).tolist()
         same = [0] * len(texts)
         self.first = _joined([*(each.first[:-1] for each in texts), _ints([0])], edges)
         self.tokens = _joined([each.tokens for each in texts], same)
