@@ -169,7 +169,7 @@ def test_two_moved_modules_answer_as_the_whole_text(model_type: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [0, 9])
+@pytest.mark.parametrize("count", [pytest.param(0, marks=pytest.mark.nightly), 9])
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"bloom"} - HYBRIDS))
 def test_what_is_expected_is_a_dense_masked_forward(model_type: str, count: int) -> None:
     """BLOOM has no dense mask of this shape: it makes ALiBi of a mask for padding. MPT makes it of
