@@ -78,7 +78,10 @@ class LoadedModel:
     @cached_property
     def prompt_tokenizer(self) -> PromptTokenizer:
         """Tokenizes untrusted texts, and the text of a template around them."""
-        return PromptTokenizer(self.tokenizer, keep_words=self.causal.device.type != "cpu")
+        device = getattr(self.causal, "device", None)  # a template alone has no model
+        return PromptTokenizer(
+            self.tokenizer, keep_words=device is not None and device.type != "cpu"
+        )
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
