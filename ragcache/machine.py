@@ -198,8 +198,8 @@ YOUNG_OBJECTS: Final = 10_000
 live as long as the answers. At Python's 700, every step looked through them."""
 _YOUNG_COLLECTIONS: Final = 1 if sys.version_info < (3, 14) else 10
 """Collections of new objects before those that are left are collected again. At Python's 10, these
-were 100,000 objects, which halted all answers for 12 to 15 ms. Python 3.14 collects in parts, which
-a smaller number would make larger."""
+were 100,000 objects, whose collection halts all answers for milliseconds. Python 3.14 collects in
+parts, which a smaller number would make larger."""
 _MIDDLE_COLLECTIONS: Final = 30
 """Such collections before a full one, which Python makes after a million new objects then, too."""
 
