@@ -70,6 +70,8 @@ class LoadedModel:
     """Mode of questions and chats that name none. Set by `load_model`."""
     instruction: str = field(default=INSTRUCTION, kw_only=True)
     """Instruction before documents, unless a folder or a collection has another."""
+    keep_words: bool = field(default=True, kw_only=True)
+    """Whether BPE keeps words (`PromptTokenizer`). On a CPU, `load_model` saves their memory."""
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -78,10 +80,7 @@ class LoadedModel:
     @cached_property
     def prompt_tokenizer(self) -> PromptTokenizer:
         """Tokenizes untrusted texts, and the text of a template around them."""
-        device = getattr(self.causal, "device", None)  # a template alone has no model
-        return PromptTokenizer(
-            self.tokenizer, keep_words=device is not None and device.type != "cpu"
-        )
+        return PromptTokenizer(self.tokenizer, keep_words=self.keep_words)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -197,6 +196,7 @@ def load_model(
         extractive=name is None,
         default_mode=ROOTED if name is None else _default_mode(causal),
         instruction=READER_INSTRUCTION if source == str(READER) else INSTRUCTION,
+        keep_words=place.type != "cpu",
     )
 
 
