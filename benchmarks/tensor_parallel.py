@@ -5,12 +5,9 @@
     python benchmarks/tensor_parallel.py shape --ranks 1 --shape 8b --json one.json
     python benchmarks/tensor_parallel.py shape --ranks 2 --shape 8b --json two.json
     python benchmarks/tensor_parallel.py shape --ranks 2 --shape 70b --fp8 --json large.json
-    python benchmarks/tensor_parallel.py sums --ranks 2 --json sums.json
-    python benchmarks/tensor_parallel.py sums --ranks 2 --sweep --json sweep.json
 
 `parity` compares answers in float32 with one GPU's. `shape` measures a model of random weights, and
-reports medians. `sums --sweep` compares launches of pushed sums. On a CPU (`--device cpu`, under
-Triton's interpreter) the same code runs over gloo.
+reports medians. On a CPU (`--device cpu`, under Triton's interpreter) the same code runs over gloo.
 """
 
 from __future__ import annotations
@@ -23,19 +20,15 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -54,7 +47,6 @@ from ragcache.engine import (
 from ragcache.engine.encoding import Encoding
 from ragcache.engine.engine import _computing_on
 from ragcache.engine.runner import runner_for
-from ragcache.machine import new_event, new_stream
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.parallel import ranks as ranks_module
 from ragcache.models.parallel.device_leader import split_over_devices
@@ -65,9 +57,6 @@ from ragcache.states.serialization import to_blob
 from ragcache.store.tiers.device import DeviceTier
 from ragcache.store.tiers.host import HostTier
 
-if TYPE_CHECKING:
-    from ragcache.models.parallel.one_shot import OneShot, Way
-
 ALL_SHAPES = {
     **SHAPES,
     "70b": LlamaShape(80, 8192, 64, 8, 28672, 128256, 32768, 500_000.0, tied=False),
@@ -75,14 +64,6 @@ ALL_SHAPES = {
     "tiny": LlamaShape(2, 64, 4, 2, 128, 256, 4096, 10_000.0, tied=False),
 }
 PREAMBLE, QUESTION, BLOCKS = 64, 64, 3  # BLOCKS: of the pool, of a request
-PUSH_BLOCKS = [
-    (block, warps)
-    for block in (256, 512, 1024, 2048, 4096)
-    for warps in (1, 2, 4, 8)
-    if 4 <= block // (32 * warps) <= 16
-]
-"""Elements and warps of a program, with 4 to 16 elements a thread."""
-PUSH_PROGRAMS = (32, 64, 128, 256, 512)
 _begin = time.perf_counter()
 _followers: list[int] = []
 
@@ -243,7 +224,7 @@ def parity(options: argparse.Namespace) -> dict[str, Any]:
     expected, tokens = parity_answers(model_over(whole, 1, options.device), config)
     say("one rank has answered")
     split = model_over(whole, options.ranks, options.device)
-    say(f"split; sums by {getattr(split.collectives, 'way', 'gloo')}")  # type: ignore[attr-defined]
+    say(f"split; sums by {getattr(split.collectives, 'sums_by', 'gloo')}")  # type: ignore[attr-defined]
     states, found = parity_answers(split, config)
     pairs = [(a, b) for one, two in zip(tokens, found, strict=True)
              for a, b in zip(one, two, strict=False)]  # fmt: skip
@@ -337,7 +318,7 @@ class ShapeBench:
             options.ranks, options.device, "random weights",
         )  # fmt: skip
         gc.collect()
-        way = getattr(getattr(self.causal, "collectives", None), "way", None)
+        way = getattr(getattr(self.causal, "collectives", None), "sums_by", None)
         say(f"model over {options.ranks}: {self.causal.num_kv_heads} key heads, sums by {way}")
         self.rng = random.Random(1)
         self.document, self.documents = (16, 3) if self.tiny else (1024, 24)
@@ -529,126 +510,6 @@ def shape(options: argparse.Namespace) -> dict[str, Any]:
     return bench.result()
 
 
-def sums(options: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds a call of sums and gathers, in processes of their own."""
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, "sums-rank", "--ranks", str(options.ranks), "--rank",
-                 str(rank), "--folder", folder, *(["--json", options.json] if options.json else []),
-                 *(["--sweep"] if options.sweep else [])]
-            )
-            for rank in range(options.ranks)
-        ]  # fmt: skip
-        codes = [each.wait() for each in ranks]
-    found = json.loads(Path(options.json).read_text()) if options.json else {}
-    return found | {"codes": codes}
-
-
-def sums_rank(options: argparse.Namespace) -> dict[str, Any]:
-    from torch import distributed
-
-    from ragcache.models.parallel.device_collectives import DeviceCollectives
-
-    device = torch.device("cuda", options.rank)
-    folder = Path(options.folder)
-    limits = {"sum_bytes": 2**26, "push_bytes": 2**23}
-    both = DeviceCollectives(folder, options.rank, options.ranks, device, **limits)
-    say(f"rank {options.rank}: sums by {both.way}")
-    found: dict[str, dict[str, float]] = {}
-
-    def attempt(key: str, name: str, run: Callable[[], object], calls: int = 32) -> None:
-        stream = new_stream()
-        with torch.cuda.stream(stream):
-            for _ in range(4):
-                run()
-            stream.synchronize()
-            graph, times = torch.cuda.CUDAGraph(), list[float]()
-            graph.capture_begin(capture_error_mode="thread_local")
-            for _ in range(calls):
-                run()
-            graph.capture_end()
-            for number in range(23):
-                begin, end = (new_event(timing=True) for _ in range(2))
-                distributed.barrier()  # on the device, too: ranks begin at once
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                if number >= 3:
-                    times.append(1e3 * begin.elapsed_time(end) / calls)
-            graph.reset()
-        found.setdefault(key, {})[name] = round(statistics.median(times), 2)
-
-    if options.sweep:
-        sweep_pushes(both._shared, attempt)
-        save(options, found)
-        if options.rank == 0:
-            for key, times in found.items():
-                say(f"{key}: {dict(sorted(times.items(), key=itemgetter(1)))}")
-        torch.cuda.synchronize()
-        os._exit(0)
-    for width in (4096, 8192):
-        for rows in (1, 16, 64, 256, 512, 1024, 2048, 4096):
-            part = torch.randn(rows, width, dtype=torch.bfloat16, device=device)
-            key, calls = f"{rows} x {width}", 32 if rows <= 512 else 8
-            shared = both._shared
-            if shared is not None and part.nbytes <= limits["sum_bytes"]:
-                if shared.way(part.nbytes) == "push":
-                    attempt(key, "push", partial(shared.sum_parts, part, way="push"), calls)
-                ways: tuple[Way, ...] = ("one-shot", "two-shot")
-                for way in ways:
-                    call = partial(shared.sum_parts, part, way=way)
-                    attempt(key, way, call, calls)
-                    attempt(key, f"{way}, in place", partial(call, copy=False), calls)
-            if options.nccl:
-                attempt(key, "nccl", partial(distributed.all_reduce, part), calls)
-            if options.rank == 0:
-                say(f"{key}: {found.get(key)}")
-    for rows in (1, 32, 64, 256):
-        part = torch.randn(rows, 128256 // options.ranks, dtype=torch.bfloat16, device=device)
-
-        def gather() -> None:
-            both.gather_columns(part, 128256)  # noqa: B023
-            both.sum_parts(part[:1, :4096])  # noqa: B023
-
-        attempt(f"logits {rows}", "gather and a small sum", gather, 8)
-        if options.rank == 0:
-            say(f"logits {rows}: {found[f'logits {rows}']}")
-    save(options, found)
-    torch.cuda.synchronize()
-    os._exit(0)
-
-
-def sweep_pushes(
-    shared: OneShot, attempt: Callable[[str, str, Callable[[], object]], None]
-) -> None:
-    """Times of pushed sums by their launch, each of which is seen to be right first."""
-    from ragcache.models.parallel.one_shot import PushLaunch
-
-    for rows in (1, 16, 64, 256):
-        generator = torch.Generator("cuda").manual_seed(rows)
-        parts = [
-            torch.randn(rows, 4096, device="cuda", generator=generator).bfloat16()
-            for _ in range(shared.ranks)
-        ]
-        part, total = parts[shared.rank], torch.zeros(rows, 4096, device="cuda")
-        for each in parts:
-            total += each.float()
-        for block, warps in PUSH_BLOCKS:
-            blocks, before = -(-part.numel() // block), 0
-            for programs in PUSH_PROGRAMS:
-                if before >= blocks:  # the same launch
-                    continue
-                before = programs
-                shared.push_launch = PushLaunch(block, warps, programs)
-                for _ in range(4):
-                    found = shared.sum_parts(part, way="push")
-                    assert torch.equal(found, total.bfloat16()), shared.push_launch
-                name = f"{block} elements, {warps} warps, {min(programs, blocks)} programs"
-                attempt(f"{rows} x 4096", name, partial(shared.sum_parts, part, way="push"))
-
-
 def end_after(seconds: float) -> None:
     """End this process after some time, with the stacks of all ranks."""
     time.sleep(seconds)
@@ -662,7 +523,7 @@ def end_after(seconds: float) -> None:
 
 
 def save(options: argparse.Namespace, result: dict[str, Any]) -> None:
-    if options.json and not options.rank:
+    if options.json:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         text = json.dumps({"gpu": gpu, "torch": torch.__version__, **result}, indent=1)
         Path(options.json).write_text(text)
@@ -670,7 +531,7 @@ def save(options: argparse.Namespace, result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    runs = {"parity": parity, "tiers": tiers, "shape": shape, "sums": sums, "sums-rank": sums_rank}
+    runs = {"parity": parity, "tiers": tiers, "shape": shape}
     parser.add_argument("what", choices=runs)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cuda:0")
@@ -683,12 +544,8 @@ def main() -> None:
     parser.add_argument("--decodes", type=int, default=4)
     parser.add_argument("--stall-steps", type=int, default=1000)
     parser.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--nccl", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--sweep", action="store_true", help="launches of pushed sums")
     parser.add_argument("--patience", type=float, default=120.0, help="of the watch, in seconds")
     parser.add_argument("--seconds", type=float, default=300.0, help="until traces, and the end")
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--folder")
     parser.add_argument("--json")
     options = parser.parse_args()
     threading.Thread(target=end_after, args=(options.seconds,), daemon=True).start()

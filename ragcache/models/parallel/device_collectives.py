@@ -73,7 +73,7 @@ class DeviceCollectives:
         self._warm_up()
 
     @property
-    def way(self) -> str:
+    def sums_by(self) -> str:
         """Who makes sums that are small enough: `one-shot`, which is `OneShot`, or `nccl`."""
         return "nccl" if self._shared is None else "one-shot"
 
