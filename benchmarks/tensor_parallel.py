@@ -326,7 +326,7 @@ class ShapeBench:
         every = ((32, 4096), (128, 4096), (256, 4096), (256, 16384))
         self.decoded = ((2, 32),) if self.tiny else every[: options.decodes]
         self.runs: int = 2 if self.tiny else options.runs
-        self.steps = 6 if self.tiny else 48
+        self.steps = 12 if self.tiny else 48
         self.stall_steps = 20 if self.tiny else options.stall_steps
         most = max(rows for rows, _ in self.decoded)
         blocks = max(most * BLOCKS, self.decoded[0][0] * (self.stall_steps // 64 + 3))
@@ -337,7 +337,9 @@ class ShapeBench:
         )  # fmt: skip
         self.figures: dict[str, Any] = {}
         self.sent: list[float] = []
+        self.collections: list[tuple[int, float]] = []
         self._watch_messages()
+        self._watch_collections()
         self.engine = LLMEngine(self.causal, config)
         [self.root] = self.engine.encode([EncodeJob(self.draw(PREAMBLE))])
         self.engine.submit_request(self.request([], 2)).result(400)
@@ -373,8 +375,23 @@ class ShapeBench:
 
         setattr(LeadingRunner, "_send_step", timed)  # noqa: B010
 
+    def _watch_collections(self) -> None:
+        """Time the garbage collections of this process, which halt all answers."""
+        begin = 0.0
+
+        def watch(phase: str, info: dict[str, int]) -> None:
+            nonlocal begin
+            if phase == "start":
+                begin = time.perf_counter()
+            else:
+                spent = 1e3 * (time.perf_counter() - begin)
+                self.collections.append((info["generation"], spent))
+
+        gc.callbacks.append(watch)
+
     def attempt(self, name: str, measure: Callable[[], Any]) -> None:
         self.sent.clear()
+        self.collections.clear()
         stats = replace(self.engine.stats)
         try:
             self.figures[name] = measure()
@@ -383,6 +400,11 @@ class ShapeBench:
         if self.sent:
             self.figures[name]["send_ms"] = 1e3 * statistics.median(self.sent)
             self.figures[name]["send_mean_ms"] = 1e3 * statistics.mean(self.sent)
+        for number in range(3):  # generations
+            spent = [ms for generation, ms in self.collections if generation == number]
+            if spent:
+                longest = {"count": len(spent), "longest_ms": round(max(spent), 2)}
+                self.figures[name][f"collections {number}"] = longest
         steps = self.engine.stats.steps - stats.steps
         if steps:
             for part in ("planning", "sampling", "forward", "idle"):
@@ -452,6 +474,7 @@ class ShapeBench:
         middle = statistics.median(gaps)
         return {
             "ms": middle, "longest": max(gaps), "late": sum(each > 3 * middle for each in gaps),
+            "longest_step": gaps.index(max(gaps)),
             "steps": len(gaps), "runs": [round(each, 3) for each in gaps[:64]],
         }  # fmt: skip
 
