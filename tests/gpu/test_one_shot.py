@@ -43,7 +43,6 @@ def test_ranks_agree(check: str, tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "PYTHONPATH": os.pathsep.join(each or "." for each in sys.path),
     }
     ranks = [

@@ -1,4 +1,4 @@
-"""Collectives of ranks on GPUs of one host: our sums over symmetric memory, and NCCL above them."""
+"""Collectives of ranks on GPUs of one host: our sums over shared memory, and NCCL above them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DeviceCollectives:
         torch.cuda.set_device(device)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        # groups are named by number, and memory of a name cannot be connected twice in a process
+        # ranks find each other by a group's name, which is the number of groups in the process
         distributed.distributed_c10d._world.group_count = crc32(folder.name.encode())
         distributed.init_process_group(
             "nccl",

@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ragcache.machine import new_stream
+from ragcache.models.parallel.peer_memory import SharedMemory
 
 PROGRAMS: Final = 128
 """Most programs of a kernel. All of them must run at once, since they wait for each other."""
@@ -352,24 +353,20 @@ class OneShot:
         sum_bytes: int = SUM_BYTES,
         push_bytes: int = PUSH_BYTES,
     ) -> None:
-        from torch.distributed import _symmetric_memory as symmetric
-
         self.rank, self.ranks, self._next = rank, ranks, 0
         self._sum_bytes = sum_bytes
         self._pushed_bytes = most_pushed(push_bytes, ranks)
         self.push_launch = PushLaunch()
         area = ranks * self._pushed_bytes
-        slots = (sum_bytes, sum_bytes, GATHER_BYTES, BROADCAST_BYTES, area, area)
+        flags = 4 * PROGRAMS * ranks
+        slots = (sum_bytes, sum_bytes, GATHER_BYTES, BROADCAST_BYTES, area, area, flags)
         self._begins = [sum(slots[:number]) for number in range(len(slots))]
-        self._memory = symmetric.empty(sum(slots), dtype=torch.uint8, device=device)
-        self._flags = symmetric.empty(PROGRAMS * ranks, dtype=torch.int32, device=device)
-        self._handles = [symmetric.rendezvous(each, group) for each in (self._memory, self._flags)]
-        self._memory[self._begins[_PUSH_SLOT] :].view(torch.int32).fill_(_EMPTY[torch.int32])
-        self._flags.zero_()
-        self._buffers, self._signals = (
-            torch.tensor([*each.buffer_ptrs], dtype=torch.int64, device=device)
-            for each in self._handles
-        )
+        pushes, end = self._begins[_PUSH_SLOT], self._begins[-1]
+        self._peers = SharedMemory(sum(slots), group, device)
+        self._memory, begins = self._peers.tensor, torch.tensor(self._peers.addresses)
+        self._memory[pushes:end].view(torch.int32).fill_(_EMPTY[torch.int32])
+        self._flags = self._memory[end:].view(torch.int32)
+        self._buffers, self._signals = begins.to(device), (begins + end).to(device)
         self._releases = new_stream(device)
         self._released = torch.full((PROGRAMS * ranks,), _RELEASED, dtype=torch.int32).pin_memory()
         torch.cuda.synchronize(device)
