@@ -203,6 +203,11 @@ parts, which a smaller number would make larger."""
 _MIDDLE_COLLECTIONS: Final = 30
 """Such collections before a full one, which Python makes after a million new objects then, too."""
 
+_WAITING_OBJECTS: Final = 1_000
+"""New objects that a thread collects while it waits for a GPU, in half a millisecond."""
+_FULL_COLLECTIONS: Final = 600
+"""Collections between two full ones, if threads that wait for a GPU make them."""
+
 _heap_lock = threading.Lock()
 _frozen_heaps: list[int | None] = []
 _thresholds: tuple[int, int, int] | None = None  # before the blocks, if one has set others
@@ -245,6 +250,16 @@ def _set_thresholds() -> None:
     elif _thresholds is not None:
         gc.set_threshold(*_thresholds)
         _thresholds = None
+
+
+def collect_while_waiting() -> None:
+    """Collect new objects, if there are enough, in a thread that has nothing to do for a while.
+
+    While a GPU computes a step, nobody waits for the collection, which would halt a later step.
+    """
+    young, _, collections = gc.get_count()
+    if young >= _WAITING_OBJECTS and gc.isenabled():
+        gc.collect(2 if collections > _FULL_COLLECTIONS else 1)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from ragcache.engine.sampling import (
 )
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import UnusableLogits
-from ragcache.machine import new_event
+from ragcache.machine import collect_while_waiting, new_event
 
 CPU_ROWS, GPU_ROWS = 8, 64
 """Rows whose logits are copied at once: on a CPU for its cache, on a GPU to bound the memory."""
@@ -335,6 +335,8 @@ class _PendingTokens:
 
     def wait(self) -> list[SampledToken | UnusableLogits]:
         if self.event is not None:
+            if not self.event.query():  # type: ignore[no-untyped-call]
+                collect_while_waiting()
             self.event.synchronize()
         found: list[int] = self.host[0].tolist()
         results: list[SampledToken | UnusableLogits] = [*map(SampledToken, found)]

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from ragcache import machine
 from ragcache.machine import (
     YOUNG_OBJECTS,
     available_memory,
+    collect_while_waiting,
     frozen_heap,
+    garbage_collector_paused,
     keep_freed_memory,
     linear_seconds,
     prefer_cublaslt,
@@ -263,6 +266,40 @@ def test_the_rarest_collections_of_frozen_blocks_count() -> None:
             assert gc.get_threshold()[0] == 700
     assert gc.get_threshold() == before
     gc.freeze()
+
+
+class Node:
+    """An object that refers to itself, so that only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_a_waiting_thread_collects_new_objects_if_there_are_many() -> None:
+    with frozen_heap(YOUNG_OBJECTS):
+        few = weakref.ref(Node())
+        collect_while_waiting()
+        assert few() is not None
+        many = [weakref.ref(Node()) for _ in range(2000)]
+        with garbage_collector_paused():
+            collect_while_waiting()
+            assert few() is not None
+        collect_while_waiting()
+        assert few() is None
+        assert not any(each() for each in many)
+    gc.freeze()
+
+
+def test_a_waiting_thread_collects_old_objects_from_time_to_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generations = list[int]()
+    monkeypatch.setattr(gc, "collect", generations.append)
+    for collections in (0, 600, 601):
+        counts = (5000, 0, collections)
+        monkeypatch.setattr(gc, "get_count", lambda counts=counts: counts)
+        collect_while_waiting()
+    assert generations == [1, 1, 2]
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 has no middle generation")

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragcache.engine import LogprobFormat
-from ragcache.engine.sampler import CPU_ROWS, SampledToken, Sampler, SamplerState
+from ragcache.engine.sampler import (
+    CPU_ROWS,
+    SampledToken,
+    Sampler,
+    SamplerState,
+    _PendingTokens,
+)
 from ragcache.engine.sampling import SHARES, draw, keep_likeliest, shares_of
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, RequestError, UnusableLogits
@@ -526,3 +532,30 @@ def test_text_logprobs_have_the_offset_of_each_token() -> None:
         "top_logprobs": [{"a": -0.5, "b": -9999.0}, None],
         "text_offset": [3, 4],
     }
+
+
+class Computing:
+    """An event of a device: whether it has computed what it was given."""
+
+    def __init__(self, *, done: bool) -> None:
+        self.done = done
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = True
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_garbage_is_collected_while_the_device_computes(
+    done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected = list[bool]()
+    event: Any = Computing(done=done)
+    monkeypatch.setattr(
+        "ragcache.engine.sampler.collect_while_waiting", lambda: collected.append(event.done)
+    )
+    tokens = _PendingTokens([], [torch.empty(0, dtype=torch.int64)], event)
+    assert tokens.wait() == []
+    assert collected == ([] if done else [False])
