@@ -9,13 +9,17 @@ allocated if the count is not exact at the end.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from ragcache.errors import EngineFailed
+
+T = TypeVar("T")
 
 _LAZY_PEER_ACCESS = 1
 
@@ -41,64 +45,94 @@ class SharedMemory:
         addresses: Address of each rank's memory, for the GPU of this rank.
 
     Raises:
-        EngineFailed: The driver did not allocate, share or map the memory.
+        EngineFailed: The driver did not allocate, share or map the memory of a rank.
     """
 
     def __init__(self, nbytes: int, group: Any, device: torch.device) -> None:
-        own = _allocate(nbytes, device)
-        given: list[Any] = [None] * group.size()
-        torch.distributed.all_gather_object(given, _export(own, device), group)
-        self.addresses = [
-            own if rank == group.rank() else _map(exported, device)
-            for rank, exported in enumerate(given)
-        ]
-        memory = _Memory(own, nbytes)
-        finalize(memory, _free, own, self.addresses, device).atexit = False
-        self.tensor: Tensor = torch.as_tensor(memory, device=device).zero_()
-        torch.cuda.synchronize(device)
-        torch.distributed.barrier(group)
+        self._device = device
+        self.addresses = list[int]()
+        exported = gather_results(partial(self._allocate, nbytes), group)
+        gather_results(partial(self._map, exported, group.rank()), group)
+
+    def _allocate(self, nbytes: int) -> bytes:
+        """Allocate the memory. Returns a handle, by which other ranks map it."""
+        memory = _Memory(nbytes, self._device)
+        self.tensor: Tensor = torch.as_tensor(memory, device=self._device).zero_()
+        torch.cuda.synchronize(self._device)
+        self._mapped = list[int]()
+        finalize(memory, _unmap, self._mapped, self._device).atexit = False
+        handle = _Handle()
+        _call("cuIpcGetMemHandle", self._device, ctypes.byref(handle), memory.address)
+        return bytes(handle)
+
+    def _map(self, exported: Sequence[bytes], rank: int) -> None:
+        for number, content in enumerate(exported):
+            if number == rank:
+                self.addresses.append(self.tensor.data_ptr())
+                continue
+            address, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(content)
+            into = ctypes.byref(address)
+            _call("cuIpcOpenMemHandle_v2", self._device, into, handle, _LAZY_PEER_ACCESS)
+            self._mapped.append(address.value)
+            self.addresses.append(address.value)
 
 
 class _Memory:
-    """Memory of a GPU that PyTorch can make a tensor of."""
+    """Memory of a GPU that PyTorch can make a tensor of. It is freed with the object."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.address = ctypes.c_uint64()
+        _call("cuMemAlloc_v2", device, ctypes.byref(self.address), ctypes.c_size_t(nbytes))
+        finalize(self, _free, self.address, device).atexit = False  # the process's end frees it
         self.__cuda_array_interface__ = {
-            "data": (address, False),
+            "data": (self.address.value, False),
             "shape": (nbytes,),
             "typestr": "|u1",
             "version": 3,
         }
 
 
-def _allocate(nbytes: int, device: torch.device) -> int:
-    address = ctypes.c_uint64()
-    _call("cuMemAlloc_v2", device, ctypes.byref(address), ctypes.c_size_t(nbytes))
-    return address.value
+def gather_results(make: Callable[[], T], group: Any) -> list[T]:
+    """Return the results of all ranks, in the order of ranks.
+
+    Args:
+        make: Makes this rank's result, which can be pickled.
+        group: Process group of the ranks.
+
+    Raises:
+        EngineFailed: A rank raised an error. All ranks raise this, and none waits for another.
+    """
+    result: T | None = None
+    error = ""
+    try:
+        result = make()
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    found: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(found, (result, error), group)
+    for rank, (_, failure) in enumerate(found):
+        if failure:
+            raise EngineFailed(f"rank {rank} could not share memory with the others: {failure}")
+    return [each for each, _ in found]
 
 
-def _export(address: int, device: torch.device) -> bytes:
-    handle = _Handle()
-    _call("cuIpcGetMemHandle", device, ctypes.byref(handle), ctypes.c_uint64(address))
-    return bytes(handle)
-
-
-def _map(exported: bytes, device: torch.device) -> int:
-    address, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(exported)
-    _call("cuIpcOpenMemHandle_v2", device, ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
-    return address.value
-
-
-def _free(own: int, addresses: list[int], device: torch.device) -> None:
+def _unmap(addresses: list[int], device: torch.device) -> None:
     torch.cuda.synchronize(device)
     for each in addresses:
-        name = "cuMemFree_v2" if each == own else "cuIpcCloseMemHandle"
-        _call(name, device, ctypes.c_uint64(each))
+        _call("cuIpcCloseMemHandle", device, ctypes.c_uint64(each))
+
+
+def _free(address: ctypes.c_uint64, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    _call("cuMemFree_v2", device, address)
 
 
 def _call(name: str, device: torch.device, *arguments: Any) -> None:
-    """Call the driver in the context of a device, which PyTorch has made."""
+    """Call a function of the driver, in the device's context, which PyTorch has made."""
+    driver, reason = ctypes.CDLL("libcuda.so.1"), ctypes.c_char_p()
     with torch.cuda.device(device):
-        status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+        status = getattr(driver, name)(*arguments)
     if status:
-        raise EngineFailed(f"memory that ranks share: {name} of CUDA's driver returned {status}")
+        driver.cuGetErrorString(status, ctypes.byref(reason))
+        said = (reason.value or b"an unknown error").decode()
+        raise EngineFailed(f"{name} of CUDA's driver returned {status}, {said}")
