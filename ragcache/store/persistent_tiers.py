@@ -41,6 +41,7 @@ Room = Callable[[int], Allocate | None]
 _ATTEMPTS = 16  # to make room while other processes fill it
 _CLEARINGS = 4  # of a disk that is fuller than the ledger says, while other threads fill it
 _WRITES = 6  # attempts at a blob whose claim is lost
+_CLOSING_SECONDS = 1.0  # for other processes' claims on states that are to be discarded
 
 
 @dataclass(slots=True, eq=False)
@@ -451,6 +452,16 @@ class PersistentTiers:
         keys, self._later = self._later, set()
         if keys:
             self.discard(keys)
+
+    def discard_at_end(self) -> None:
+        """Discard what is left for later, and wait a moment for other processes' claims on it.
+
+        Another process that claims states without a row is deleting or writing them.
+        """
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        while self._later and (left := deadline - time.monotonic()) > 0:
+            self._ledger.locks.wait_for(list(self._later), left)
+            self.discard_later()
 
     def is_orphan(self, index: TierIndex, key: KVKey, *, remove: bool) -> bool:
         """Return whether a tier has a blob without a row, a flight and a claim.

@@ -512,6 +512,7 @@ class KVStore:
         for thread in self._threads:
             thread.join()
         _once(self, KVStore.sweep)
+        _once(self, lambda store: store.persistent.discard_at_end())
         self.ledger.end()
 
 

@@ -159,6 +159,25 @@ def test_what_one_process_retires_leaves_the_others(
     other.close()
 
 
+def test_a_closing_store_waits_for_claims_on_what_it_deletes(
+    reopen: Open, tmp_path: Path, database: Database
+) -> None:
+    other = reopen()
+    store = KVStore.open(tmp_path, database, 10 * STATE_BYTES)
+    fill(store, 1)
+    with database.transaction() as session:
+        session.execute(delete(JobStateTable).where(JobStateTable.key.in_(keys(1))))
+        gone = retire(session, keys(1))
+    assert other.ledger.locks.acquire(gone) == keys(1)
+    store.discard(gone)
+    assert set(other.disk.scan()) == set(keys(1))
+    release = threading.Timer(0.3, other.ledger.locks.release, [gone])
+    release.start()
+    store.close()
+    release.join()
+    assert set(other.disk.scan()) == set()
+
+
 def test_states_removed_while_leased_can_still_be_read(store: KVStore) -> None:
     fill(store, 1)
     with full_lease(store, keys(1), nothing) as lease:
