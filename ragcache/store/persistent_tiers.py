@@ -454,7 +454,7 @@ class PersistentTiers:
             self.discard(keys)
 
     def discard_at_end(self) -> None:
-        """Discard what is left for later, and wait a moment for other processes' claims on it.
+        """Discard the remaining states, and wait a moment for other processes' claims on them.
 
         Another process that claims states without a row is deleting or writing them.
         """
