@@ -9,16 +9,19 @@ import time
 from contextlib import nullcontext
 
 import torch
+from torch._dynamo.callback import callback_handler
+from triton import knobs
 
 from ragcache.engine.device_ranks import DeviceFollower, read_device_message
 from ragcache.machine import frozen_heap
-from ragcache.models.parallel.collectives import Collectives, GlooCollectives
+from ragcache.models.parallel.collectives import Collectives, GlooCollectives, SignsOfLife
 from ragcache.models.parallel.device_leader import DeviceSetup
 from ragcache.models.parallel.device_memory import FollowerRegions
 from ragcache.models.parallel.device_model import DeviceRankLM
 from ragcache.models.parallel.follower import RankProcess, run_process
 from ragcache.models.parallel.messages import read_message
 from ragcache.models.parallel.plans import attach
+from ragcache.models.parallel.ranks import COMPILING
 from ragcache.models.parallel.ring import RingReader
 
 TRACES_VARIABLE = "RAGCACHE_RANK_TRACES"
@@ -51,8 +54,45 @@ def _serve(process: RankProcess) -> None:
     regions = FollowerRegions(device)
     ring = RingReader(setup.ring.numpy(), process.signs, process.rank, process.connection)
     follower = DeviceFollower(model, regions, process.memory, process.signs, process.rank)
+    Compilations(process.signs, process.rank).report()
     with frozen_heap():
         follow_device(follower, process, ring)
+
+
+class Compilations:
+    """Tells the leader's watch that this rank compiles, which is no hang.
+
+    The leader's own time for a message is no measure of it: if its process had a model before, it
+    has compiled the kernels already, and new followers have not. So the time since which the watch
+    waits for the message moves on.
+
+    Args:
+        signs: Signs of life of all ranks.
+        rank: Number of this rank.
+    """
+
+    def __init__(self, signs: SignsOfLife, rank: int) -> None:
+        self._waiting, self._rank = signs.waiting, rank
+
+    def report(self) -> None:
+        """Report graphs that PyTorch compiles in this process, and kernels that Triton loads."""
+        callback_handler.register_start_callback(lambda _: self._begin())
+        callback_handler.register_end_callback(lambda _: self._end())
+        knobs.runtime.kernel_load_start_hook.add(lambda *_: self._load())
+
+    def _begin(self) -> None:
+        self._move(time.monotonic() + COMPILING)
+
+    def _end(self) -> None:
+        self._move(time.monotonic())
+
+    def _load(self) -> None:
+        """Triton has compiled a kernel, perhaps within a graph's time."""
+        self._move(max(time.monotonic(), self._waiting[self._rank]))
+
+    def _move(self, begin: float) -> None:
+        if self._waiting[self._rank]:  # between messages nothing is awaited
+            self._waiting[self._rank] = begin
 
 
 @torch.inference_mode()

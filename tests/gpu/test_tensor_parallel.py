@@ -19,7 +19,6 @@ from ragcache.engine.engine import _computing_on
 from ragcache.engine.runner import runner_for
 from ragcache.errors import EngineFailed
 from ragcache.models import CausalLM, wrap_causal
-from ragcache.models.parallel import ranks as ranks_module
 from ragcache.models.parallel.device_leader import split_over_devices
 from ragcache.models.parallel.device_model import DeviceParallelLM
 from tests.ragcache.models.parallel.histories import History, run_history
@@ -53,10 +52,9 @@ def history(causal: CausalLM, seed: int) -> History:
     return found
 
 
-def test_histories_are_the_same_over_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_histories_are_the_same_over_several_devices() -> None:
     """A thousand requests that join, end, are canceled or late, preempted, forked, constrained."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
-    monkeypatch.setattr(ranks_module, "PATIENCE", 60.0)  # only followers compile their half
     alone = wrap_causal(tiny_model("llama", **SIZES).to("cuda:0"))
     together = split()
     preempted = evicted = 0

@@ -24,9 +24,10 @@ from ragcache.openmp import share_of_cores
 
 PATIENCE = 3.0
 """Seconds without a sign of life after which a rank counts as hanging."""
+COMPILING = 300.0
+"""Seconds that a rank may take to compile a graph, or while the leader's own work goes on."""
 _LOOKS = 0.1  # seconds between two looks of the watch
 _STARTING = 120.0  # seconds that a follower's imports may take
-_COMPILING = 300.0  # seconds that a rank's work may take while the leader's own goes on
 _ENDING = 3.0  # seconds that a follower may take to end by itself
 
 _SCRIPT = "from ragcache.models.parallel.follower import main; main()"
@@ -230,10 +231,10 @@ class FollowerProcesses:
         return ""
 
     def _first_late(self, now: float) -> str:
-        """Name a rank that launches work for much longer than the leader does. A rank that is
-        about to compile kernels has the leader's time for it."""
+        """Name a rank that launches work for much longer than the leader does, without compiling
+        anything (`Compilations`)."""
         signs = self._signs
-        patience = _COMPILING if signs.waiting[0] else max(PATIENCE, 3 * signs.worked[0])
+        patience = COMPILING if signs.waiting[0] else max(PATIENCE, 3 * signs.worked[0])
         for rank in range(1, self.ranks):
             began = signs.waiting[rank]
             if began and now - began > patience:
