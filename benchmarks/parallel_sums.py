@@ -60,6 +60,7 @@ def measure(options: argparse.Namespace) -> None:
     folder = Path(options.folder)
     limits = {"sum_bytes": 2**26, "push_bytes": 2**23}
     both = DeviceCollectives(folder, options.rank, options.ranks, device, **limits)
+    both.connect()
     print(f"rank {options.rank}: sums by {both.sums_by}", flush=True)
     found: dict[str, dict[str, float]] = {}
 

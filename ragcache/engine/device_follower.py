@@ -47,6 +47,7 @@ def _serve(process: RankProcess) -> None:
         from ragcache.models.parallel.device_collectives import DeviceCollectives
 
         collectives = DeviceCollectives(process.folder, process.rank, process.ranks, device)
+        collectives.connect()
     else:
         collectives = GlooCollectives(process.folder, process.rank, process.ranks, process.signs)
     attach(shard, collectives)
@@ -64,7 +65,8 @@ class Compilations:
 
     The leader's own time for a message is no measure of it: if its process had a model before, it
     has compiled the kernels already, and new followers have not. So the time since which the watch
-    waits for the message moves on.
+    waits for the message moves on: by `COMPILING` while PyTorch compiles a graph, and to the
+    present with each kernel that Triton has compiled. A single kernel has the watch's `PATIENCE`.
 
     Args:
         signs: Signs of life of all ranks.

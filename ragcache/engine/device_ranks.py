@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ragcache.attention.triton.launch import StepKind
 from ragcache.attention.triton.plan import TableOverflow
-from ragcache.attention.triton.tables import TableContent
+from ragcache.attention.triton.tables import AttentionTables, TableContent
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.device_runner import DeviceLaunch, DeviceModelRunner
@@ -59,6 +59,11 @@ class RankRunner(DeviceModelRunner):
         part = torch.zeros(2, self._columns, dtype=self.model.dtype, device=self.device)
         self.model.gather_logits(part)
         self._pairs(part)
+
+    def _compute(self, kind: StepKind, tables: AttentionTables, rows: int, logits: int) -> Tensor:
+        """See `DeviceModelRunner._compute`."""
+        self.model.collectives.begin_pass()
+        return super()._compute(kind, tables, rows, logits)
 
     @property
     def _columns(self) -> int:

@@ -459,8 +459,10 @@ class PersistentTiers:
         Another process that claims states without a row is deleting or writing them.
         """
         deadline = time.monotonic() + _CLOSING_SECONDS
-        while self._later and (left := deadline - time.monotonic()) > 0:
-            self._ledger.locks.wait_for(list(self._later), left)
+        before = set[KVKey]()
+        while self._later not in (before, set()) and (left := deadline - time.monotonic()) > 0:
+            before = self._later
+            self._ledger.locks.wait_for(list(before), left)
             self.discard_later()
 
     def is_orphan(self, index: TierIndex, key: KVKey, *, remove: bool) -> bool:

@@ -21,6 +21,7 @@ from ragcache.errors import EngineFailed
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.parallel.device_leader import split_over_devices
 from ragcache.models.parallel.device_model import DeviceParallelLM
+from ragcache.models.parallel.ranks import FollowerProcesses
 from tests.ragcache.models.parallel.histories import History, run_history
 from tests.tiny_models import tiny_model
 
@@ -179,6 +180,33 @@ def test_a_follower_that_dies_ends_the_engine(death: str, model: DeviceParallelL
         print(f"free on {rank}: {used[rank]:,} while it served, {free:,} afterwards", flush=True)
         assert free > used[rank]
     torch.cuda.synchronize(0)  # no sum waits for ever
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_a_follower_that_dies_while_ranks_connect_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    ready, before = FollowerProcesses.wait_until_ready, torch.cuda.memory_allocated(0)
+
+    def kill_the_ready(followers: FollowerProcesses) -> None:
+        ready(followers)
+        followers._followers[-1].process.kill()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FollowerProcesses, "wait_until_ready", kill_the_ready)
+        begin = time.monotonic()
+        with pytest.raises(EngineFailed, match=f"rank {RANKS - 1} of {RANKS} ended with SIGKILL"):
+            split()
+        print(f"connecting: {time.monotonic() - begin:.2f} s", flush=True)
+    again = split()
+    assert again.collectives.sums_by == "one-shot"
+    weights = sum(each.nbytes for each in again.model.parameters())
+    allocated = torch.cuda.memory_allocated(0)
+    again.close()
+    freed = allocated - torch.cuda.memory_allocated(0)
+    print(f"{before:,} bytes before, {weights:,} of weights, {freed:,} freed", flush=True)
+    assert freed >= weights
     faulthandler.cancel_dump_traceback_later()
 
 

@@ -120,7 +120,8 @@ class SignsOfLife:
         beats: [ranks] float64, time of the last heartbeat, by `time.monotonic`.
         meetings: [ranks] float64, how many sums, gathers and waits the rank has begun.
         waiting: [ranks] float64, time at which the rank began the one under way, or 0. A rank with
-            a device writes the time at which it began its message, or last compiled a part of it.
+            a device writes the time at which it began its message, or last compiled a part of it,
+            and a time to come while it compiles a graph.
         worked: [ranks] float64, seconds from the end of the one before, or from the beginning of
             the pass, to that time.
         uploaded: [ranks] float64, number of the last copies to its device that a rank has made.

@@ -33,7 +33,8 @@ ONE_SHOT_VARIABLE = "RAGCACHE_ONE_SHOT"
 class DeviceCollectives:
     """Collectives of processes with one GPU each (`Collectives`).
 
-    Sums and gathers are queued on the current stream. Nothing waits for the host.
+    Sums and gathers are queued on the current stream. Nothing waits for the host. `connect` comes
+    first.
 
     Args:
         folder: An empty folder that all ranks reach, for their addresses.
@@ -51,26 +52,38 @@ class DeviceCollectives:
         device: torch.device,
         **limits: int,
     ) -> None:
-        distributed: Any = import_module("torch.distributed")  # whose stubs lack what is used here
         self.rank, self.ranks, self.device, self.alone = rank, ranks, device, False
-        torch.cuda.set_device(device)
+        self._folder, self._limits = folder, limits
+        self._distributed: Any = import_module("torch.distributed")  # whose stubs lack what is used
+        self._group: Any = None
+        self._shared: Any = None
+        self._left_to_nccl, self._released = False, False
+
+    def connect(self) -> None:
+        """Meet the other ranks, of which one may end while the others wait for it.
+
+        Raises:
+            EngineFailed: A rank could not share memory with the others.
+        """
+        distributed, folder = self._distributed, self._folder
+        torch.cuda.set_device(self.device)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         # ranks find each other by a group's name, which is the number of groups in the process
         distributed.distributed_c10d._world.group_count = crc32(folder.name.encode())
         distributed.init_process_group(
             "nccl",
-            store=distributed.FileStore(str(folder / "devices"), ranks),
-            rank=rank,
-            world_size=ranks,
+            store=distributed.FileStore(str(folder / "devices"), self.ranks),
+            rank=self.rank,
+            world_size=self.ranks,
             timeout=CONNECTING,
-            device_id=device,
+            device_id=self.device,
         )
-        self._distributed = distributed
-        self._open, self._left_to_nccl, self._released = True, False, False
-        self._group: Any = distributed.group.WORLD
-        self._shared = self._connect(limits)
+        self._group = distributed.group.WORLD
+        self._left_to_nccl = True  # until all have met
+        self._shared = self._share()
         self._warm_up()
+        self._left_to_nccl = False
 
     @property
     def sums_by(self) -> str:
@@ -79,6 +92,8 @@ class DeviceCollectives:
 
     def begin_pass(self) -> None:
         """See `Collectives.begin_pass`. The device's work is watched by messages."""
+        if self._shared is not None:
+            self._shared.begin_pass()
 
     def sum_parts(self, part: Tensor) -> Tensor:
         """See `Collectives.sum_parts`."""
@@ -132,19 +147,22 @@ class DeviceCollectives:
 
     def release(self) -> None:
         """Let all sums that wait for other ranks end, with any result."""
-        self._released = True
-        if self._shared is not None:
-            self._shared.release()
-        if self._left_to_nccl:  # in a thread of its own, since it may wait for an ended rank
+        self._released, shared = True, self._shared
+        if shared is not None:
+            shared.release()
+        if self._left_to_nccl and self._group is not None:
+            # in a thread of its own, since it may wait for an ended rank
             threading.Thread(target=self._group.abort, daemon=True).start()
 
     def close(self) -> None:
-        """Make room for another default group, and keep this one until the process ends: NCCL's end
-        may wait for the other ranks for ever."""
-        opened, self._open = self._open, False
-        if not opened or not self._distributed.is_initialized():
+        """Free the shared memory, which no other rank may use any longer, and make room for another
+        default group. This one stays until the process ends, since NCCL's end may wait for the
+        other ranks for ever."""
+        self._shared = None
+        group, self._group = self._group, None
+        if group is None or not self._distributed.is_initialized():
             return
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         c10d = self._distributed.distributed_c10d
         world = c10d._world
         c10d._update_default_pg(None)
@@ -159,13 +177,13 @@ class DeviceCollectives:
             raise RankLost("another rank has ended")
         return self._distributed
 
-    def _connect(self, limits: dict[str, int]) -> Any:
+    def _share(self) -> Any:
         """Our own sums, unless a GPU cannot reach the memory of another."""
         if os.environ.get(ONE_SHOT_VARIABLE) == "0" or not self._peers():
             return None
         from ragcache.models.parallel.one_shot import OneShot
 
-        return OneShot(self._group, self.rank, self.ranks, self.device, **limits)
+        return OneShot(self._group, self.rank, self.ranks, self.device, **self._limits)
 
     def _peers(self) -> bool:
         first = self.device.index - self.rank

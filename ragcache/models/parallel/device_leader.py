@@ -84,7 +84,14 @@ def _distribute(
     if device.type == "cuda":
         from ragcache.models.parallel.device_collectives import DeviceCollectives
 
-        collectives = DeviceCollectives(followers.folder, 0, ranks, devices[0])
+        over_devices = collectives = DeviceCollectives(followers.folder, 0, ranks, devices[0])
+        followers.on_failure.append(lambda _: over_devices.release())
+        torch.cuda.set_device(devices[0])
+        try:
+            followers.wait_for(over_devices.connect)
+        except BaseException:
+            over_devices.close()
+            raise
     else:
         collectives = GlooCollectives(followers.folder, 0, ranks, signs)
     attach(shard, collectives)

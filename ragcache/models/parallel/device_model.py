@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -233,9 +234,6 @@ class DeviceParallelLM(DeviceRankLM):
         self.channel, self._followers = channel, followers
         self.copies = LeaderCopies(self, signs)
         self.ranks = collectives.ranks
-        release = getattr(collectives, "release", None)
-        if release is not None:  # sums of this device wait for a rank that has ended
-            followers.on_failure.append(lambda _: release())
 
     @property
     def failure(self) -> EngineFailed | None:
@@ -274,11 +272,14 @@ class DeviceParallelLM(DeviceRankLM):
             self.copy_heads(target, source)
 
     def close(self) -> None:
-        """End the followers. The model computes nothing afterwards."""
+        """End the followers, and free the memory of this rank's device, whoever still refers to the
+        model. It computes nothing afterwards."""
+        self._followers.close()
         close = getattr(self.collectives, "close", None)
         if close is not None:
             close()
-        self._followers.close()
+        for each in chain(self.model.parameters(), self.model.buffers()):
+            each.data = each.data.new_empty(0)
 
 
 def finalize(owner: object, channel: DeviceChannel, message: Any) -> None:

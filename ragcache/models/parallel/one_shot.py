@@ -384,6 +384,11 @@ class OneShot:
         """Whether a broadcast fits into its slot."""
         return tensor.nbytes <= BROADCAST_BYTES and tensor.is_contiguous()
 
+    def begin_pass(self) -> None:
+        """Take the first slot again. A pass whose capture has failed may have taken an odd number
+        of them, on this rank alone."""
+        self._next = 0
+
     def way(self, nbytes: int) -> Way:
         """Return how a sum of so many bytes is made.
 

@@ -123,8 +123,10 @@ def _unmap(addresses: list[int], device: torch.device) -> None:
 
 
 def _free(address: ctypes.c_uint64, device: torch.device) -> None:
-    torch.cuda.synchronize(device)
-    _call("cuMemFree_v2", device, address)
+    try:
+        torch.cuda.synchronize(device)
+    finally:
+        _call("cuMemFree_v2", device, address)
 
 
 def _call(name: str, device: torch.device, *arguments: Any) -> None:

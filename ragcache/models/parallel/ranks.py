@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +26,8 @@ from ragcache.openmp import share_of_cores
 PATIENCE = 3.0
 """Seconds without a sign of life after which a rank counts as hanging."""
 COMPILING = 300.0
-"""Seconds that a rank may take to compile a graph, or while the leader's own work goes on."""
+"""Seconds that a rank may take for a message while the leader works on it as well, and seconds by
+which the time of a graph that a rank compiles is longer."""
 _LOOKS = 0.1  # seconds between two looks of the watch
 _STARTING = 120.0  # seconds that a follower's imports may take
 _ENDING = 3.0  # seconds that a follower may take to end by itself
@@ -154,6 +156,26 @@ class FollowerProcesses:
             for follower in self._followers:
                 follower.connection.send_bytes(message)
 
+    def wait_for(self, meeting: Callable[[], object]) -> None:
+        """Run something that meets all ranks, and so may never end once one of them has.
+
+        Raises:
+            EngineFailed: A rank has failed, or the meeting has. All ranks end.
+        """
+        ended = Future[object]()
+
+        def run() -> None:
+            try:
+                ended.set_result(meeting())
+            except BaseException as error:
+                ended.set_exception(error)
+
+        threading.Thread(target=run, name="ragcache-meeting", daemon=True).start()
+        with self._ending("the ranks could not meet"):
+            while not wait([ended], _LOOKS).done:
+                self.check()
+            ended.result()
+
     def wait_until_ready(self) -> None:
         """Return when each follower has said that it has loaded its part. Raises
         `EngineFailed`."""
@@ -202,11 +224,17 @@ class FollowerProcesses:
         while not self._closed.wait(_LOOKS):
             before, looked = looked, time.monotonic()
             if looked - before > 1.0:  # this process was halted, and perhaps all of them
-                np.maximum(self._signs.beats, looked, out=self._signs.beats)
+                self._excuse(looked)
                 continue
             reason = self._first_failure() or self._first_hanging(looked)
             if reason:
                 self._fail(reason, None)
+
+    def _excuse(self, now: float) -> None:
+        """Let the times of all ranks begin now."""
+        beats, waiting = self._signs.beats, self._signs.waiting[1:]
+        np.maximum(beats, now, out=beats)
+        np.maximum(waiting, now, out=waiting, where=waiting > 0)
 
     def _first_failure(self) -> str:
         for follower in self._followers:
@@ -231,8 +259,8 @@ class FollowerProcesses:
         return ""
 
     def _first_late(self, now: float) -> str:
-        """Name a rank that launches work for much longer than the leader does, without compiling
-        anything (`Compilations`)."""
+        """Name a rank that launches work for much longer than the leader does. Graphs that it
+        compiles have longer (`Compilations`)."""
         signs = self._signs
         patience = COMPILING if signs.waiting[0] else max(PATIENCE, 3 * signs.worked[0])
         for rank in range(1, self.ranks):

@@ -59,12 +59,13 @@ class RingWriter(_Ring):
     def write(self, *parts: Part) -> None:
         """Send a message, in one or more parts, to all followers. Raises `EngineFailed`."""
         self._check()
-        signs = self._signs
-        while self._written - self._read >= SLOTS:
-            self._read = int(signs.messages[1:].min())
-            if self._written - self._read >= SLOTS:
+        if self._is_full():
+            waiting, began = self._signs.waiting, self._signs.waiting[0]
+            waiting[0] = 0.0  # a wait for the followers is no work of the leader's
+            while self._is_full():
                 self._check()
                 time.sleep(0)
+            waiting[0] = began
         slot = self._written % SLOTS
         if sum(map(len, parts)) > SLOT_BYTES:
             self._write_long(slot, b"".join(parts))
@@ -82,6 +83,12 @@ class RingWriter(_Ring):
         for rank in self._ranks:
             if self._signs.sleeping[rank]:
                 self._send(rank, b"")
+
+    def _is_full(self) -> bool:
+        """Whether the slowest follower has not read the slot that is written next."""
+        if self._written - self._read >= SLOTS:
+            self._read = int(self._signs.messages[1:].min())
+        return self._written - self._read >= SLOTS
 
     def _write_long(self, slot: int, message: bytes) -> None:
         self._lengths[slot] = _LONG

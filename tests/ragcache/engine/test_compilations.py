@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch._dynamo.callback import callback_handler
+
+pytest.importorskip("triton", reason="triton is not installed")
+
 from triton import knobs
 
 from ragcache.engine.device_follower import Compilations

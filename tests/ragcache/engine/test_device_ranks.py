@@ -82,7 +82,9 @@ def answers(causal: CausalLM, given: list[KVStates]) -> tuple[list[KVStates], li
     return kept, found
 
 
-def test_ranks_with_a_device_each_answer_as_one_does(forked_ranks: None) -> None:
+def test_ranks_with_a_device_each_answer_as_one_does(
+    forked_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected, tokens = answers(whole(), [])
     with closing(split_over_devices(whole(), 2, torch.device("cpu"))) as split:
         assert (split.num_kv_heads, split.kept_heads) == (1, 2)
@@ -91,7 +93,11 @@ def test_ranks_with_a_device_each_answer_as_one_does(forked_ranks: None) -> None
         for ours, theirs in zip(states, expected, strict=True):
             torch.testing.assert_close(ours.keys, theirs.keys, **CLOSE)
             torch.testing.assert_close(ours.values, theirs.values, **CLOSE)
+        passes = list[None]()
+        monkeypatch.setattr(split.collectives, "begin_pass", lambda: passes.append(None))
         assert answers(split, expected)[1] == tokens
+        assert passes
+    assert not any(each.nbytes for each in split.model.parameters())
 
 
 def test_repeated_heads_are_stored_once() -> None:

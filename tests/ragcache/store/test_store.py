@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from sqlalchemy.exc import IntegrityError
 from ragcache import RagCache, SourceDocument
 from ragcache.db import Database
 from ragcache.db.references import retire
+from ragcache.db.sessions import KeyLocks
 from ragcache.db.tables import JobStateTable
 from ragcache.errors import StoreFull
 from ragcache.models import LoadedModel
@@ -176,6 +177,24 @@ def test_a_closing_store_waits_for_claims_on_what_it_deletes(
     store.close()
     release.join()
     assert set(other.disk.scan()) == set()
+
+
+def test_a_store_that_discards_waits_for_no_flight_of_its_own(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = list[float]()
+
+    def wait_for(_locks: KeyLocks, _keys: Sequence[KVKey], seconds: float) -> bool:
+        waits.append(seconds)
+        return True
+
+    monkeypatch.setattr(KeyLocks, "wait_for", wait_for)
+    with store.persistent._flights.begin(keys(1)):
+        store.discard(keys(1))
+        store.persistent.discard_at_end()
+    assert len(waits) == 1
+    store.persistent.discard_at_end()
+    assert store.persistent._later == set()
 
 
 def test_states_removed_while_leased_can_still_be_read(store: KVStore) -> None:

@@ -11,6 +11,10 @@ from torch import Tensor
 from ragcache.models.parallel.collectives import RankLost
 from ragcache.models.parallel.device_collectives import DeviceCollectives
 
+pytest.importorskip("triton", reason="triton is not installed")
+
+from ragcache.models.parallel.one_shot import OneShot
+
 
 class Kernels:
     """`OneShot` for sums of up to four rows."""
@@ -67,6 +71,13 @@ def test_a_release_ends_large_sums_too(collectives: DeviceCollectives, nccl: Ncc
     collectives.release()
     assert collectives._shared.released
     assert nccl.aborted.wait(10)
+
+
+def test_a_pass_begins_with_the_first_slot() -> None:
+    shared = OneShot.__new__(OneShot)  # without GPUs
+    shared._next = 1  # as after an odd number of sums, in a capture that failed
+    shared.begin_pass()
+    assert shared._next == 0
 
 
 def test_no_large_sum_begins_once_a_rank_is_lost(

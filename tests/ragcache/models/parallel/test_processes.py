@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -212,6 +213,30 @@ def test_a_follower_that_dies_ends_an_idle_engine(death: str, split: ParallelLM)
         with pytest.raises(EngineFailed) as caught:
             engine.submit_request(long_request())
         assert reason in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_in_a_meeting_ends_the_wait(split: ParallelLM) -> None:
+    never, followers = threading.Event(), split._followers
+    assert isinstance(followers, ranks_module.FollowerProcesses)
+    killer = threading.Timer(0.2, DEATHS["killed"][0], [split])
+    killer.start()
+    with pytest.raises(EngineFailed, match="rank 1 of 2 ended with SIGKILL"):
+        followers.wait_for(never.wait)
+    never.set()
+
+
+@pytest.mark.slow
+def test_a_meeting_that_fails_ends_all_ranks(split: ParallelLM) -> None:
+    def fail() -> NoReturn:
+        raise ValueError("no way")
+
+    followers = split._followers
+    assert isinstance(followers, ranks_module.FollowerProcesses)
+    followers.wait_for(lambda: None)
+    with pytest.raises(EngineFailed, match="the ranks could not meet: ValueError"):
+        followers.wait_for(fail)
+    assert not any(map(alive, processes(split)))
 
 
 @pytest.mark.slow

@@ -24,11 +24,11 @@ class Ends:
         ours, theirs = socket.socketpair()
         self.connection, self.other = Connection(ours.detach()), Connection(theirs.detach())
         arena = SharedArena.create()
-        signs, memory = SignsOfLife(arena, 2), arena.allocate(RING_BYTES)
+        self.signs, memory = SignsOfLife(arena, 2), arena.allocate(RING_BYTES)
         self.writer = RingWriter(
-            memory, signs, lambda _, content: self.connection.send_bytes(content), check
+            memory, self.signs, lambda _, content: self.connection.send_bytes(content), check
         )
-        self.reader = RingReader(memory, signs, 1, self.other)
+        self.reader = RingReader(memory, self.signs, 1, self.other)
 
     def take(self) -> bytes:
         message = bytes(self.reader.read())
@@ -50,6 +50,23 @@ def test_messages_come_in_their_order() -> None:
             time.sleep(0.045)  # the reader falls asleep
     reader.join(20)
     assert found == sent
+
+
+def test_a_wait_for_the_reader_is_no_work_of_the_leader() -> None:
+    """Otherwise a reader that hangs would have the time of a leader that computes."""
+    seen = list[float]()
+    ends = Ends(lambda: seen.append(float(ends.signs.waiting[0])))
+    ends.signs.waiting[0] = 5.0
+    for _ in range(SLOTS):
+        ends.writer.write(b"message")
+    seen.clear()
+    writer = threading.Thread(target=lambda: ends.writer.write(b"one more"))
+    writer.start()
+    while 0.0 not in seen:
+        assert writer.is_alive()
+    ends.take()
+    writer.join(20)
+    assert ends.signs.waiting[0] == 5.0
 
 
 def test_a_message_may_have_parts() -> None:

@@ -42,6 +42,15 @@ def test_a_rank_may_take_three_times_as_long_as_the_leader(watch: FollowerProces
     assert watch._first_hanging(NOW + 20) == "rank 1 of 3 hangs in a pass"
 
 
+def test_a_halted_leader_excuses_all_ranks(watch: FollowerProcesses) -> None:
+    watch._signs.waiting[1] = NOW
+    watch._excuse(NOW + 60)
+    assert not watch._first_hanging(NOW + 62)
+    assert watch._signs.waiting[2] == 0, "it has no message"
+    watch._signs.beats[:] = NOW + 64
+    assert watch._first_hanging(NOW + 64) == "rank 1 of 3 hangs in a pass"
+
+
 def test_ranks_compile_as_long_as_the_leader_does(watch: FollowerProcesses) -> None:
     watch._signs.waiting[:2] = NOW - 200
     assert not watch._first_hanging(NOW)
