@@ -57,7 +57,7 @@ class DeviceCollectives:
         self._distributed: Any = import_module("torch.distributed")  # whose stubs lack what is used
         self._group: Any = None
         self._shared: Any = None
-        self._left_to_nccl, self._released = False, False
+        self._released = False
 
     def connect(self) -> None:
         """Meet the other ranks, of which one may end while the others wait for it.
@@ -80,10 +80,8 @@ class DeviceCollectives:
             device_id=self.device,
         )
         self._group = distributed.group.WORLD
-        self._left_to_nccl = True  # until all have met
         self._shared = self._share()
         self._warm_up()
-        self._left_to_nccl = False
 
     @property
     def sums_by(self) -> str:
@@ -146,12 +144,11 @@ class DeviceCollectives:
             self._nccl().broadcast(tensor, 0)
 
     def release(self) -> None:
-        """Let all sums that wait for other ranks end, with any result."""
+        """Let all sums that wait for other ranks end, with any result, and free what NCCL has."""
         self._released, shared = True, self._shared
         if shared is not None:
             shared.release()
-        if self._left_to_nccl and self._group is not None:
-            # in a thread of its own, since it may wait for an ended rank
+        if self._group is not None:  # in a thread of its own: it may wait for an ended rank
             threading.Thread(target=self._group.abort, daemon=True).start()
 
     def close(self) -> None:
@@ -171,8 +168,7 @@ class DeviceCollectives:
         c10d._unregister_all_process_groups()
 
     def _nccl(self) -> Any:
-        """Return what makes the calls that are left to NCCL, which a release then has to abort."""
-        self._left_to_nccl = True
+        """Return what makes the calls that are left to NCCL."""
         if self._released:
             raise RankLost("another rank has ended")
         return self._distributed

@@ -53,23 +53,25 @@ def nccl() -> Nccl:
 def collectives(nccl: Nccl) -> DeviceCollectives:
     made = DeviceCollectives.__new__(DeviceCollectives)  # without GPUs
     made._shared, made._distributed, made._group = Kernels(), nccl, nccl
-    made.alone = made._left_to_nccl = made._released = False
+    made.alone = made._released = False
     return made
 
 
-def test_a_release_ends_sums_of_kernels(collectives: DeviceCollectives, nccl: Nccl) -> None:
+def test_a_release_ends_small_and_large_sums(collectives: DeviceCollectives, nccl: Nccl) -> None:
     collectives.sum_parts(torch.zeros(4, 8))
-    collectives.release()
-    assert collectives._shared.released
-    assert not nccl.aborted.wait(0.1), "nothing waits for NCCL"
     assert nccl.sums == 0
-
-
-def test_a_release_ends_large_sums_too(collectives: DeviceCollectives, nccl: Nccl) -> None:
     collectives.sum_parts(torch.zeros(5, 8))
     assert nccl.sums == 1
     collectives.release()
     assert collectives._shared.released
+    assert nccl.aborted.wait(10)
+
+
+def test_a_release_before_all_ranks_have_met_ends_nccl(
+    collectives: DeviceCollectives, nccl: Nccl
+) -> None:
+    collectives._shared = None
+    collectives.release()
     assert nccl.aborted.wait(10)
 
 
