@@ -145,11 +145,11 @@ class DeviceCollectives:
 
     def release(self) -> None:
         """Let all sums that wait for other ranks end, with any result, and free what NCCL has."""
-        self._released, shared = True, self._shared
+        self._released, shared, group = True, self._shared, self._group
+        if group is not None:  # in a thread of its own: it may wait for an ended rank
+            threading.Thread(target=group.abort, daemon=True).start()
         if shared is not None:
             shared.release()
-        if self._group is not None:  # in a thread of its own: it may wait for an ended rank
-            threading.Thread(target=self._group.abort, daemon=True).start()
 
     def close(self) -> None:
         """Free the shared memory, which no other rank may use any longer, and make room for another

@@ -90,6 +90,7 @@ def _distribute(
         try:
             followers.wait_for(over_devices.connect)
         except BaseException:
+            over_devices.release()  # a sum under way would not end, and its memory not be freed
             over_devices.close()
             raise
     else:

@@ -32,6 +32,7 @@ from ragcache.models.parallel.memory import SharedArena
 from ragcache.models.parallel.messages import MessageWriter
 from ragcache.models.parallel.ranks import FollowerProcesses
 from ragcache.models.parallel.ring import Part, RingWriter
+from ragcache.states.kv import capture_lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +278,8 @@ class DeviceParallelLM(DeviceRankLM):
         self._followers.close()
         close = getattr(self.collectives, "close", None)
         if close is not None:
-            close()
+            with capture_lock:  # freeing memory synchronizes, which a capture forbids
+                close()
         for each in chain(self.model.parameters(), self.model.buffers()):
             each.data = each.data.new_empty(0)
 
