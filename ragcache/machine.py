@@ -20,18 +20,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache, partial
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 
 from ragcache.openmp import keeps_no_workers
+
+T = TypeVar("T")
 
 ROWS = 32  # about a question
 SIDE = 2048  # weights of a larger layer are timed in part: the ratio of two dtypes stays
@@ -336,6 +339,24 @@ def prefer_cublaslt() -> None:
     """
     if "TORCH_BLAS_PREFER_CUBLASLT" not in os.environ:
         torch.backends.cuda.preferred_blas_library("cublaslt")
+
+
+def run_in_daemon(work: Callable[[], T], name: str) -> Future[T]:
+    """Run work that may never end in a thread of its own, which the end of the process ends.
+
+    Returns:
+        The result of the work, or its error.
+    """
+    done = Future[T]()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 class Closable(Protocol):

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from ragcache.errors import EngineFailed
+from ragcache.machine import run_in_daemon
 from ragcache.models.parallel.collectives import SETTLING, SignsOfLife
 from ragcache.models.parallel.memory import SharedArena
 from ragcache.openmp import share_of_cores
@@ -162,15 +163,7 @@ class FollowerProcesses:
         Raises:
             EngineFailed: A rank has failed, or the meeting has. All ranks end.
         """
-        ended = Future[object]()
-
-        def run() -> None:
-            try:
-                ended.set_result(meeting())
-            except BaseException as error:
-                ended.set_exception(error)
-
-        threading.Thread(target=run, name="ragcache-meeting", daemon=True).start()
+        ended = run_in_daemon(meeting, "ragcache-meeting")
         with self._ending("the ranks could not meet"):
             while not wait([ended], _LOOKS).done:
                 self.check()

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from ragcache.errors import (
     StoreUnreadable,
     StoreUnwritable,
 )
+from ragcache.machine import run_in_daemon
 from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates, quantize, quantized_nbytes
 from ragcache.states.serialization import read_blob, to_blob
@@ -329,15 +330,7 @@ class RemoteCalls:
 
         Raises `TimeoutError`.
         """
-        done = Future[T]()
-
-        def work() -> None:
-            try:
-                done.set_result(operation())
-            except BaseException as error:
-                done.set_exception(error)
-
-        threading.Thread(target=work, name="ragcache-remote", daemon=True).start()
+        done = run_in_daemon(operation, "ragcache-remote")
         if not wait([done], self.retry.seconds).done:
             raise TimeoutError(f"no answer within {self.retry.seconds:g} s")
         return done.result()
