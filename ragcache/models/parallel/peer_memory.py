@@ -59,8 +59,7 @@ class SharedMemory:
         memory = _Memory(nbytes, self._device)
         self.tensor: Tensor = torch.as_tensor(memory, device=self._device).zero_()
         torch.cuda.synchronize(self._device)
-        self._mapped = list[int]()
-        finalize(memory, _unmap, self._mapped, self._device).atexit = False
+        self._mapped = memory.mapped
         handle = _Handle()
         _call("cuIpcGetMemHandle", self._device, ctypes.byref(handle), memory.address)
         return bytes(handle)
@@ -78,12 +77,14 @@ class SharedMemory:
 
 
 class _Memory:
-    """Memory of a GPU that PyTorch can make a tensor of. It is freed with the object."""
+    """Memory of a GPU that PyTorch can make a tensor of, and the addresses of other ranks' memory
+    that is mapped beside it. All of it is freed and unmapped with the object."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.address = ctypes.c_uint64()
+        self.address, self.mapped = ctypes.c_uint64(), list[int]()
         _call("cuMemAlloc_v2", device, ctypes.byref(self.address), ctypes.c_size_t(nbytes))
-        finalize(self, _free, self.address, device).atexit = False  # the process's end frees it
+        # the process's end frees it as well
+        finalize(self, _free, self.address, self.mapped, device).atexit = False
         self.__cuda_array_interface__ = {
             "data": (self.address.value, False),
             "shape": (nbytes,),
@@ -116,16 +117,12 @@ def gather_results(make: Callable[[], T], group: Any) -> list[T]:
     return [each for each, _ in found]
 
 
-def _unmap(addresses: list[int], device: torch.device) -> None:
-    torch.cuda.synchronize(device)
-    for each in addresses:
-        _call("cuIpcCloseMemHandle", device, ctypes.c_uint64(each))
-
-
-def _free(address: ctypes.c_uint64, device: torch.device) -> None:
+def _free(address: ctypes.c_uint64, mapped: list[int], device: torch.device) -> None:
     try:
         torch.cuda.synchronize(device)
     finally:
+        for each in mapped:
+            _call("cuIpcCloseMemHandle", device, ctypes.c_uint64(each))
         _call("cuMemFree_v2", device, address)
 
 
