@@ -456,14 +456,15 @@ class PersistentTiers:
     def discard_at_end(self) -> None:
         """Discard the remaining states, and wait a moment for other processes' claims on them.
 
-        Another process that claims states without a row is deleting or writing them.
+        Another process that claims states without a row is deleting or writing them. States in
+        flights of this process are left.
         """
         deadline = time.monotonic() + _CLOSING_SECONDS
-        before = set[KVKey]()
-        while self._later not in (before, set()) and (left := deadline - time.monotonic()) > 0:
-            before = self._later
+        while (before := self._later) and (left := deadline - time.monotonic()) > 0:
             self._ledger.locks.wait_for(list(before), left)
             self.discard_later()
+            if self._later == before:
+                return
 
     def is_orphan(self, index: TierIndex, key: KVKey, *, remove: bool) -> bool:
         """Return whether a tier has a blob without a row, a flight and a claim.
