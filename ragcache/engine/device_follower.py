@@ -47,9 +47,9 @@ def _serve(process: RankProcess) -> None:
         from ragcache.models.parallel.device_collectives import DeviceCollectives
 
         collectives = DeviceCollectives(process.folder, process.rank, process.ranks, device)
-        collectives.connect()
     else:
         collectives = GlooCollectives(process.folder, process.rank, process.ranks, process.signs)
+    collectives.connect()
     attach(shard, collectives)
     model = DeviceRankLM(shard, setup.sizes, setup.key_heads, collectives)
     regions = FollowerRegions(device)
@@ -78,17 +78,17 @@ class Compilations:
 
     def report(self) -> None:
         """Report graphs that PyTorch compiles in this process, and kernels that Triton loads."""
-        callback_handler.register_start_callback(lambda _: self._begin())
-        callback_handler.register_end_callback(lambda _: self._end())
-        knobs.runtime.kernel_load_start_hook.add(lambda *_: self._load())
+        callback_handler.register_start_callback(self._begin)
+        callback_handler.register_end_callback(self._end)
+        knobs.runtime.kernel_load_start_hook.add(self._load)
 
-    def _begin(self) -> None:
+    def _begin(self, _: object) -> None:
         self._move(time.monotonic() + COMPILING)
 
-    def _end(self) -> None:
+    def _end(self, _: object) -> None:
         self._move(time.monotonic())
 
-    def _load(self) -> None:
+    def _load(self, *_: object) -> None:
         """Triton has compiled a kernel, perhaps within a graph's time."""
         self._move(max(time.monotonic(), self._waiting[self._rank]))
 

@@ -37,6 +37,13 @@ class Collectives(Protocol):
     alone: bool
     """Whether calls meet nobody, as in a trial of compiled layers: a sum is the rank's own part."""
 
+    def connect(self) -> None:
+        """Meet the other ranks, before all other calls. Waits for them, also if one has ended.
+
+        Raises:
+            EngineFailed: A rank could not share memory with the others.
+        """
+
     def begin_pass(self) -> None:
         """Note that a forward pass begins. Waits for nobody."""
 
@@ -59,6 +66,12 @@ class Collectives(Protocol):
 
     def broadcast(self, tensor: Tensor) -> None:
         """Copy a tensor of the leader to the tensors that the others give."""
+
+    def release(self) -> None:
+        """Let all calls that wait for a rank that has ended end as well. In any thread."""
+
+    def close(self) -> None:
+        """Free the memory that ranks share, once all others have ended."""
 
 
 _registered: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
@@ -144,7 +157,7 @@ class GlooCollectives:
     """Collectives of processes on one machine, over gloo's loopback connections."""
 
     def __init__(self, folder: Path, rank: int, ranks: int, signs: SignsOfLife) -> None:
-        """Connect with the other ranks, which do the same.
+        """Create the collectives of a rank.
 
         Args:
             folder: An empty folder that all ranks reach, for their addresses.
@@ -152,17 +165,20 @@ class GlooCollectives:
             ranks: Number of processes.
             signs: Written at each call.
         """
+        self.rank, self.ranks, self._signs, self._folder = rank, ranks, signs, folder
+        self.alone = False
+
+    def connect(self) -> None:
+        """See `Collectives.connect`."""
         from torch import distributed
 
         c10d: Any = distributed  # whose stubs lack what is used here
-        self.rank, self.ranks, self._signs = rank, ranks, signs
-        self.alone = False
         group = c10d.ProcessGroupGloo
         options = group._Options()
         options._devices = [group.create_device(hostname="127.0.0.1")]
         options._timeout = CONNECTING
-        store = c10d.FileStore(str(folder / "addresses"), ranks)
-        self._group = group(store, rank, ranks, options)
+        store = c10d.FileStore(str(self._folder / "addresses"), self.ranks)
+        self._group = group(store, self.rank, self.ranks, options)
         self._sum = c10d.AllreduceOptions()
         self._gather = c10d.GatherOptions()
         self._broadcast = c10d.BroadcastOptions()
@@ -206,6 +222,12 @@ class GlooCollectives:
         if not parts:
             return part
         return torch.cat([each.view(part.dtype) for each in parts], 1)[:, :width]
+
+    def release(self) -> None:
+        """Does nothing: a call that waits for an ended rank fails by itself."""
+
+    def close(self) -> None:
+        """Does nothing: no memory is shared."""
 
     def _meet(self, begin: Callable[[], Any]) -> None:
         signs, rank, now = self._signs, self.rank, time.monotonic()

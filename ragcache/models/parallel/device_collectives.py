@@ -33,8 +33,7 @@ ONE_SHOT_VARIABLE = "RAGCACHE_ONE_SHOT"
 class DeviceCollectives:
     """Collectives of processes with one GPU each (`Collectives`).
 
-    Sums and gathers are queued on the current stream. Nothing waits for the host. `connect` comes
-    first.
+    Sums and gathers are queued on the current stream. Nothing waits for the host.
 
     Args:
         folder: An empty folder that all ranks reach, for their addresses.
@@ -60,11 +59,7 @@ class DeviceCollectives:
         self._released = False
 
     def connect(self) -> None:
-        """Meet the other ranks, of which one may end while the others wait for it.
-
-        Raises:
-            EngineFailed: A rank could not share memory with the others.
-        """
+        """See `Collectives.connect`."""
         distributed, folder = self._distributed, self._folder
         torch.cuda.set_device(self.device)
         for name, value in _ENVIRONMENT.items():
@@ -144,7 +139,7 @@ class DeviceCollectives:
             self._nccl().broadcast(tensor, 0)
 
     def release(self) -> None:
-        """Let all sums that wait for other ranks end, with any result, and free what NCCL has."""
+        """See `Collectives.release`. Sums end with any result, and NCCL's memory is free."""
         self._released, shared, group = True, self._shared, self._group
         if group is not None:  # in a thread of its own: it may wait for an ended rank
             threading.Thread(target=group.abort, daemon=True).start()
@@ -152,9 +147,8 @@ class DeviceCollectives:
             shared.release()
 
     def close(self) -> None:
-        """Free the shared memory, which no other rank may use any longer, and make room for another
-        default group. This one stays until the process ends, since NCCL's end may wait for the
-        other ranks for ever."""
+        """See `Collectives.close`. Makes room for another default group, and keeps this one until
+        the process ends, since NCCL's end may wait for the other ranks for ever."""
         self._shared = None
         group, self._group = self._group, None
         if group is None or not self._distributed.is_initialized():

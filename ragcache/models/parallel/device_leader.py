@@ -84,17 +84,18 @@ def _distribute(
     if device.type == "cuda":
         from ragcache.models.parallel.device_collectives import DeviceCollectives
 
-        over_devices = collectives = DeviceCollectives(followers.folder, 0, ranks, devices[0])
-        followers.on_failure.append(lambda _: over_devices.release())
         torch.cuda.set_device(devices[0])
-        try:
-            followers.wait_for(over_devices.connect)
-        except BaseException:
-            over_devices.release()  # a sum under way would not end, and its memory not be freed
-            over_devices.close()
-            raise
+        collectives = DeviceCollectives(followers.folder, 0, ranks, devices[0])
     else:
         collectives = GlooCollectives(followers.folder, 0, ranks, signs)
-    attach(shard, collectives)
-    channel = DeviceChannel(devices[0], arena, followers, signs, ring)
-    return DeviceParallelLM(shard, sizes, heads[0], collectives, channel, followers, signs)
+    followers.on_failure.append(lambda _: collectives.release())
+    try:
+        followers.wait_for(collectives.connect)
+        attach(shard, collectives)
+        channel = DeviceChannel(devices[0], arena, followers, signs, ring)
+        return DeviceParallelLM(shard, sizes, heads[0], collectives, channel, followers, signs)
+    except BaseException:
+        followers.close()
+        collectives.release()  # a sum under way would not end, and its memory not be freed
+        collectives.close()
+        raise

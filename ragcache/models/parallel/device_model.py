@@ -276,10 +276,8 @@ class DeviceParallelLM(DeviceRankLM):
         """End the followers, and free the memory of this rank's device, whoever still refers to the
         model. It computes nothing afterwards."""
         self._followers.close()
-        close = getattr(self.collectives, "close", None)
-        if close is not None:
-            with capture_lock:  # freeing memory synchronizes, which a capture forbids
-                close()
+        with capture_lock:  # freeing memory synchronizes, which a capture forbids
+            self.collectives.close()
         for each in chain(self.model.parameters(), self.model.buffers()):
             each.data = each.data.new_empty(0)
 

@@ -57,6 +57,7 @@ def _serve(process: RankProcess) -> None:
     causal = wrap_causal(shard)
     connection.send_bytes(b"")
     collectives = GlooCollectives(process.folder, process.rank, process.ranks, process.signs)
+    collectives.connect()
     attach(shard, collectives)
     with frozen_heap():
         follow(

@@ -207,6 +207,7 @@ def _distribute(
     causal = wrap_causal(models[0])
     followers.wait_until_ready()
     collectives = GlooCollectives(followers.folder, 0, ranks, signs)
+    followers.wait_for(collectives.connect)
     attach(models[0], collectives)
     leader = RankModel(causal, heads[0], whole.logits_width, collectives)
     return ParallelLM(whole, leader, models, writer, followers)

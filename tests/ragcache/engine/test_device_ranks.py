@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from ragcache.engine import (
 from ragcache.engine import engine as engine_module
 from ragcache.engine.runner import ModelRunner, runner_for
 from ragcache.models import CausalLM, wrap_causal
+from ragcache.models.parallel import device_leader
+from ragcache.models.parallel.collectives import GlooCollectives
 from ragcache.models.parallel.device_leader import split_over_devices
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import wait_for_arrival
@@ -98,6 +101,24 @@ def test_ranks_with_a_device_each_answer_as_one_does(
         assert answers(split, expected)[1] == tokens
         assert passes
     assert not any(each.nbytes for each in split.model.parameters())
+
+
+def test_a_split_that_fails_closes_what_has_connected(
+    forked_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise GPUs would keep a default group, and the next model could not be split."""
+    ended = list[str]()
+
+    def fail(*_: object) -> NoReturn:
+        raise ValueError("no plan")
+
+    monkeypatch.setattr(device_leader, "attach", fail)
+    for name in ("release", "close"):
+        monkeypatch.setattr(GlooCollectives, name, lambda _, name=name: ended.append(name))
+    with pytest.raises(ValueError, match="no plan"):
+        split_over_devices(whole(), 2, torch.device("cpu"))
+    assert ended[-1] == "close"
+    assert "release" in ended
 
 
 def test_repeated_heads_are_stored_once() -> None:

@@ -227,6 +227,22 @@ def test_a_rank_that_dies_in_a_meeting_ends_the_wait(split: ParallelLM) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_dies_before_it_connects_is_named(
+    forked_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = ranks_module.FollowerProcesses.wait_until_ready
+
+    def kill_the_ready(followers: ranks_module.FollowerProcesses) -> None:
+        ready(followers)
+        followers._followers[0].process.kill()
+        followers._followers[0].process.wait()
+
+    monkeypatch.setattr(ranks_module.FollowerProcesses, "wait_until_ready", kill_the_ready)
+    with pytest.raises(EngineFailed, match="rank 1 of 2 ended with SIGKILL"):
+        split_model(wrap_causal(tiny_model("llama")), 2)
+
+
+@pytest.mark.slow
 def test_a_meeting_that_fails_ends_all_ranks(split: ParallelLM) -> None:
     def fail() -> NoReturn:
         raise ValueError("no way")
