@@ -32,6 +32,7 @@ if RANKS < 2:
 pytestmark = pytest.mark.gpu
 
 SOON = 5.0  # seconds in which a failure must be known, and all processes gone
+LEFT_BYTES = 2**25  # that a driver may keep of a process
 LIMIT = 280.0  # seconds of a test, in which all ranks may have to compile the model
 SIZES: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 HISTORIES = int(os.environ.get("RAGCACHE_TEST_HISTORIES", 10))
@@ -92,11 +93,25 @@ def test_histories_are_the_same_over_several_devices() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
+def free_bytes() -> list[int]:
+    """Free memory of the followers' GPUs."""
+    return [torch.cuda.mem_get_info(rank)[0] for rank in range(1, RANKS)]
+
+
 @pytest.fixture
 def model() -> Iterator[DeviceParallelLM]:
+    """A model that leaves no memory of its own on the followers' GPUs."""
+    before = free_bytes()
     made = split()
     yield made
     made.close()
+    end = time.monotonic() + SOON  # NCCL is ended in a thread
+    while left := max(then - now for then, now in zip(before, free_bytes(), strict=True)):
+        if left < LEFT_BYTES or time.monotonic() > end:
+            break
+        time.sleep(0.1)
+    print(f"{left:,} bytes are left", flush=True)
+    assert left < LEFT_BYTES
 
 
 class Runs:
