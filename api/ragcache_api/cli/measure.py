@@ -173,6 +173,9 @@ def recurring(
         int | None, typer.Option(min=1, help="chunks that are pasted by Zipf's law.")
     ] = None,
     each: Annotated[int | None, typer.Option(min=1, help="chunks of a turn.")] = None,
+    sentences: Annotated[
+        int | None, typer.Option(min=1, help="sentences of a chunk, of 14 tokens.")
+    ] = None,
     earlier: Annotated[
         int, typer.Option(min=0, help="conversations that were answered before.")
     ] = 0,
@@ -201,6 +204,7 @@ def recurring(
     from ragcache.models import load_model
 
     sizes = {"conversations": conversations, "turns": turns, "chunks": chunks, "each": each}
+    sizes |= {"sentences": sentences}
     given = {name: size for name, size in sizes.items() if size is not None}
     make = RecurringSetting.reduced if reduced else RecurringSetting
     earlier = 0 if trace else earlier
