@@ -94,7 +94,7 @@ def draw_turns(setting: RecurringSetting) -> Iterator[Turn]:
                 picked = _draw_places(rng, weights, setting.each)
                 style = list(TEMPLATES.values())[number % len(TEMPLATES)]
                 question = f"What does the text say about the {rng.choice(WORDS)}, number {turn}?"
-                content = _paste(style, [(one, chunks[one]) for one in picked], question)
+                content = paste(style, [(one, chunks[one]) for one in picked], question)
                 yield Turn(
                     [*history, {"role": "user", "content": content}],
                     tuple(chunks[one] for one in picked),
@@ -115,7 +115,7 @@ def _draw_places(rng: random.Random, weights: Sequence[float], count: int) -> li
     return picked
 
 
-def _paste(style: tuple[str, str, str], chunks: Sequence[tuple[int, str]], question: str) -> str:
+def paste(style: tuple[str, str, str], chunks: Sequence[tuple[int, str]], question: str) -> str:
     """Return a message with chunks, given with their numbers, in one of the `TEMPLATES`."""
     begin, part, end = style
     pasted = "".join(

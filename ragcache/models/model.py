@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 64 * 2**20  # of a weight, hashed at once
 _MOST_HASHERS = 8
-MODULE_TOKENS, MOST_MODULE_TOKENS = 384, 2048
-"""Default limit of a module in tokens, and the highest default of models with recurrent layers."""
+MODULE_TOKENS, RECURRING_TOKENS, MOST_MODULE_TOKENS = 384, 512, 2048
+"""Default limits of a module in tokens: of documents, of recurring texts, and the highest one of
+models with recurrent layers."""
 MANY_TO_ONE = 4
 """The last layer computes the wanted rows alone if a step has this many rows for each of them."""
 VOLATILE = (
@@ -239,15 +240,16 @@ class CausalLM:
         """Tokens whose keys and values take as many bytes as the maps of recurrent layers."""
         return -(-self.map_bytes // self.bytes_per_token)
 
-    def module_limit(self, given: int | str = "auto") -> int:
+    def module_limit(self, given: int | str = "auto", default: int = MODULE_TOKENS) -> int:
         """Return the most tokens of a module.
 
         Args:
             given: The limit that the user has set. See `OpenConfig.module_tokens`.
+            default: The limit of models without recurrent layers, where the user has set none.
         """
         if given != "auto":
             return int(given)
-        wanted = min(self.map_tokens, MOST_MODULE_TOKENS, self.window // 4)
+        wanted = min(max(self.map_tokens, default), MOST_MODULE_TOKENS, self.window // 4)
         return max(MODULE_TOKENS, wanted)
 
     @property

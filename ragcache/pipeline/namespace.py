@@ -31,6 +31,7 @@ from ragcache.engine.config import GPU_RESERVE
 from ragcache.errors import EngineClosed, LedgerUnavailable, StoreError
 from ragcache.machine import close_at_exit
 from ragcache.models import INSTRUCTION, LoadedModel, prompt_frame
+from ragcache.models.model import RECURRING_TOKENS
 from ragcache.modes import ReuseMode
 from ragcache.params import OpenConfig
 from ragcache.pipeline.answer import DeferredReleases
@@ -415,7 +416,9 @@ def _observed_modules(shared: SharedServices, encoder: ModuleEncoder, name: str)
         shared.observing,
         budget_bytes=_observed_bytes(shared.config, shared.store),
         min_module_tokens=shared.config.min_module_tokens,
-        module_tokens=shared.model.causal.module_limit(shared.config.module_tokens),
+        module_tokens=shared.model.causal.module_limit(
+            shared.config.module_tokens, RECURRING_TOKENS
+        ),
         is_idle=lambda: not shared.engine.core.busy,
         rows=ObservedTexts(shared.database, name) if stored else None,
     )

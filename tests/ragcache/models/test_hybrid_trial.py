@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ragcache.attention.recurrent_maps import DeltaRule
 from ragcache.models import composition, wrap_causal
-from ragcache.models.model import MODULE_TOKENS, MOST_MODULE_TOKENS
+from ragcache.models.model import MODULE_TOKENS, MOST_MODULE_TOKENS, RECURRING_TOKENS
 from ragcache.models.trial import TOLERANCE, trial_difference
 from tests.tiny_hybrids import tiny_hybrid
 from tests.tiny_models import tiny_model
@@ -70,6 +70,8 @@ def test_modules_are_long_where_their_maps_are_large() -> None:
     assert causal.module_limit(100) == 100
     assert sized(8192, 256).module_limit() == MOST_MODULE_TOKENS
     assert sized(8192, 16).module_limit() == MODULE_TOKENS, "small maps"
+    assert sized(8192, 16).module_limit("auto", RECURRING_TOKENS) == RECURRING_TOKENS
+    assert sized(8192, 256).module_limit("auto", RECURRING_TOKENS) == MOST_MODULE_TOKENS
     assert sized(2048, 128).module_limit() == 512, "a quarter of the window"
 
 
