@@ -17,6 +17,7 @@ import plots
 import pml
 import pytest
 import quality
+import recurring_answers
 import torch
 import typer
 import wordings
@@ -451,3 +452,18 @@ def test_pauses_between_kernels_are_told_from_idle_time() -> None:
     found = hybrid_gpu.kernel_times([(0, 2, "a"), (2.5, 4, "b"), (20, 21, "a")], steps=2)
     assert (found["span"], found["between"], found["idle"]) == (10.5, 0.25, 8.0)
     assert found["by kernel"][0] == {"name": "a", "us": 1.5, "count": 1.0}
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_recurring_texts_are_read_in_answers(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    given = ["--questions", "2", "--modes", "rooted,primed", "--json", str(file)]
+    run = CliRunner().invoke(recurring_answers.app, given, catch_exceptions=False)
+    assert run.exit_code == 0
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    assert set(figures["modes"]) == {"rooted", "primed"}
+    for mode, each in figures["modes"].items():
+        assert mode in run.output
+        assert each["read_share"] > 0.8, "four chunks beside a short question"
+        assert each["equal_interval"]["low"] <= each["equal"] <= each["equal_interval"]["high"]

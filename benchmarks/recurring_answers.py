@@ -1,0 +1,230 @@
+"""Answers over recurring texts against `exact`'s, on the questions of the example handbook.
+
+    python benchmarks/recurring_answers.py --model MODEL --modes primed,primed:16 --json FILE
+
+Each question comes with four chunks of the handbook in random order, found by their words, in one
+of the three templates of `ragcache bench recurring`. All chunks have recurred before. An answer is
+equal if it has the tokens of `exact`'s answer to the same prompt.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+from harness import (
+    DeviceOption,
+    JsonFile,
+    Progress,
+    describe_machine,
+    plain_table,
+    print_figures,
+    run_benchmark,
+)
+
+from ragcache import GenerationParams, RagCache
+from ragcache.bench.recurring_turns import TEMPLATES, paste
+from ragcache.evaluation import Question, bootstrap_interval, f1, load_dataset, paired_bootstrap
+from ragcache.models import LoadedModel, load_model
+from ragcache.pipeline.answer import Answer
+from ragcache_api.cli.console import example_handbook
+
+CHUNKS = 4
+"""Chunks of a prompt."""
+PACK = 6
+"""Chunks of the prompts in which they recur."""
+TOKENS = 24
+"""Most tokens of an answer."""
+
+NumberedChunk = tuple[int, str]
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+@app.command()
+def main(
+    model: Annotated[str | None, typer.Option(help="Folder or name of a model.")] = None,
+    device: DeviceOption = "cpu",
+    modes: Annotated[str, typer.Option(help="Modes, with commas.")] = "primed,primed:16",
+    questions: Annotated[int, typer.Option(min=1, help="questions, drawn at random.")] = 144,
+    module_tokens: Annotated[int, typer.Option(min=1, help="most tokens of a chunk.")] = 384,
+    json_file: JsonFile = None,
+) -> None:
+    """Equal answers and F1 of each mode."""
+    result = run_benchmark(
+        lambda progress: bench_answers(
+            load_model(model, device=device), modes.split(","), questions, module_tokens, progress
+        )
+    )
+    columns = ("mode", "equal, %", "95 %", "read, %", "F1", "F1 of exact", "difference, 95 %")
+    rows = []
+    for mode, each in result["modes"].items():
+        equal, apart = each["equal_interval"], each["f1_difference_interval"]
+        rows.append(
+            (
+                mode,
+                f"{100 * each['equal']:.1f}",
+                f"{100 * equal['low']:.0f} to {100 * equal['high']:.0f}",
+                f"{100 * each['read_share']:.0f}",
+                f"{100 * each['f1']:.1f}",
+                f"{100 * result['f1_exact']:.1f}",
+                f"{100 * apart['low']:+.1f} to {100 * apart['high']:+.1f}",
+            )
+        )
+    table = plain_table(f"{result['questions']} questions", *columns, rows=rows)
+    print_figures([table], result, json_file)
+
+
+def bench_answers(
+    model: LoadedModel,
+    modes: Sequence[str],
+    count: int,
+    module_tokens: int,
+    progress: Progress = lambda _: None,
+) -> dict[str, Any]:
+    """Answer the same prompts in `exact` and in each mode.
+
+    Args:
+        model: The model, on its device.
+        modes: Modes in which recurring texts are read.
+        count: Number of questions.
+        module_tokens: Most tokens of a chunk.
+        progress: Called with the step.
+
+    Returns:
+        By mode `equal`, the share of answers with the tokens of `exact`'s, `f1`, their intervals,
+        and `read_share`, the share of the prompts' tokens that were not computed.
+    """
+    rng = random.Random(7)
+    asked, found, every = _found_chunks(count, module_tokens)
+    prompts = [
+        _chat(rng, number, chunks, question.question)
+        for number, (question, chunks) in enumerate(zip(asked, found, strict=True))
+    ]
+    packs = [
+        _chat(rng, number, pack, "Which documents are these?")
+        for number, pack in enumerate(_packs(rng, every))
+    ]
+    answers: dict[str, list[Answer]] = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RagCache.open(folder, model, embedding="none", force_modes=True) as rag,
+    ):
+        for number, mode in enumerate(("exact", *modes)):
+            side = rag.within(f"side-{number}")  # no prompt is read from another mode's states
+            if mode != "exact":
+                progress(f"{mode}: chunks recur in {len(packs)} prompts")
+                for messages in packs:
+                    _ask(side, messages, mode, max_tokens=1)
+                _settle(side)
+            answers[mode] = []
+            for done, messages in enumerate(prompts, start=1):
+                progress(f"{mode}: question {done} of {len(prompts)}")
+                answers[mode].append(_ask(side, messages, mode))
+    exact = answers.pop("exact")
+    marks = _f1_marks(asked, exact)
+    return {
+        "questions": len(asked),
+        "f1_exact": fmean(marks),
+        "modes": {name: _figures(asked, own, exact, marks) for name, own in answers.items()},
+        "chunk_tokens": fmean(len(model.encode_untrusted(text)) for _, text in every),
+        "model": model.name,
+        "machine": describe_machine(),
+    }
+
+
+def _found_chunks(
+    count: int, module_tokens: int
+) -> tuple[Sequence[Question], list[list[NumberedChunk]], list[NumberedChunk]]:
+    """Return questions about the handbook, the chunks that are found for each, and all chunks."""
+    folder = example_handbook()
+    asked = load_dataset(folder.parent / "questions.jsonl").sample(count).questions
+    with (
+        tempfile.TemporaryDirectory() as state,
+        RagCache.open(state, embedding="none", module_tokens=module_tokens) as rag,
+    ):
+        rag.ingest("handbook", [folder])
+        found = [rag.retrieve(each.question, collection="handbook", k=CHUNKS) for each in asked]
+    texts = {hit.module.text: None for selection in found for hit in selection.hits}
+    numbers = {text: number for number, text in enumerate(texts)}
+    return (
+        asked,
+        [
+            [(numbers[hit.module.text], hit.module.text) for hit in selection.hits]
+            for selection in found
+        ],
+        [(number, text) for text, number in numbers.items()],
+    )
+
+
+def _packs(
+    rng: random.Random, chunks: Sequence[NumberedChunk]
+) -> Iterator[Sequence[NumberedChunk]]:
+    """Yield each chunk in two prompts, beside other chunks."""
+    for _ in range(2):
+        order = rng.sample(chunks, len(chunks))
+        for start in range(0, len(order), PACK):
+            yield order[start : start + PACK]
+
+
+def _chat(
+    rng: random.Random, number: int, chunks: Sequence[NumberedChunk], question: str
+) -> list[dict[str, str]]:
+    """Return a message with chunks in random order, in one of the templates."""
+    style = list(TEMPLATES.values())[number % len(TEMPLATES)]
+    content = paste(style, rng.sample(chunks, len(chunks)), question)
+    return [{"role": "user", "content": content}]
+
+
+def _ask(
+    rag: RagCache, messages: list[dict[str, str]], mode: str, max_tokens: int = TOKENS
+) -> Answer:
+    """Answer a chat, greedily. `exact` reads no recurring texts."""
+    return rag.chat(
+        messages,
+        generation=GenerationParams(max_tokens=max_tokens, extractive=False),
+        mode=mode,
+        recognize_recurring=mode != "exact",
+    )
+
+
+def _settle(rag: RagCache) -> None:
+    """Wait until recurring texts are encoded."""
+    observing = rag.internals.shared.observing
+    observing.submit(lambda: None).result()
+    while rag.modules.observed.waiting:
+        observing.submit(lambda: None).result()
+
+
+def _figures(
+    asked: Sequence[Question],
+    answers: Sequence[Answer],
+    exact: Sequence[Answer],
+    marks: Sequence[float],
+) -> dict[str, Any]:
+    """Return the figures of a mode beside the answers of `exact` and their F1."""
+    equal = [
+        float(one.choices[0].token_ids == other.choices[0].token_ids)
+        for one, other in zip(answers, exact, strict=True)
+    ]
+    own = _f1_marks(asked, answers)
+    prompt = sum(each.reuse.prompt_tokens for each in answers)
+    return {
+        "equal": fmean(equal),
+        "equal_interval": asdict(bootstrap_interval(equal)),
+        "f1": fmean(own),
+        "f1_difference_interval": asdict(paired_bootstrap(own, marks)[0]),
+        "read_share": 1 - sum(each.reuse.computed_tokens for each in answers) / prompt,
+    }
+
+
+def _f1_marks(asked: Sequence[Question], answers: Sequence[Answer]) -> list[float]:
+    return [f1(each.text, one.answers) for one, each in zip(asked, answers, strict=True)]
+
+
+if __name__ == "__main__":
+    app()
