@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -11,13 +12,15 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 from ragcache.config import LEDGER_FILE, parse_bytes, parse_optional_bytes
 from ragcache.db import Database, Ledger
 from ragcache.errors import ConfigurationError, InvalidRequest, StoreUnwritable
-from ragcache.machine import share_arena
+from ragcache.machine import host_memory, share_arena
 from ragcache.models import LoadedModel, load_model
 from ragcache.params import OpenConfig
 from ragcache.pipeline import SharedServices
 from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
 from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
 from ragcache.store import KVStore, open_tiers
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 Opened_co = TypeVar("Opened_co", covariant=True)
@@ -64,6 +67,7 @@ def open_folder(
         StoreError: The folder cannot be opened.
     """
     _check_ranks(config)
+    _check_memory(config)
     embedder, reranker = resolve_embedder(config.embedding), resolve_reranker(config.reranker)
     _create_folder(folder)
     with ExitStack() as opened:
@@ -145,6 +149,18 @@ def _check_ranks(config: OpenConfig) -> None:
                 f"tensor_parallel={config.tensor_parallel}: {name}={value!r} is not served on "
                 f"several GPUs; leave {name} out"
             )
+
+
+def _check_memory(config: OpenConfig) -> None:
+    """Warn of a host tier for which the machine has too little memory."""
+    wanted, total = parse_bytes(config.host_bytes), host_memory()["total_bytes"]
+    if wanted > total:
+        logger.warning(
+            "host_bytes allows %s bytes of states, but this machine or container has %s bytes of "
+            "memory, and the system ends a process that takes more; lower host_bytes",
+            f"{wanted:,}",
+            f"{total:,}",
+        )
 
 
 def _template_kwargs(model: LoadedModel, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

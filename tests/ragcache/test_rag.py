@@ -101,6 +101,16 @@ def test_langchain_and_source_documents_are_taken(
         assert (again.updated, again.encoded) == (1, 0), "new metadata encodes nothing"
 
 
+def test_a_host_tier_beyond_the_memory_is_told(
+    tmp_path: Path, tiny_reader: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    for size, count in (("1MiB", 0), ("1000TiB", 1)):
+        with RagCache.open(tmp_path / size, tiny_reader, embedding="none", host_bytes=size):
+            told = [each for each in caplog.messages if "host_bytes" in each]
+        assert len(told) == count
+    assert f"{1000 * 2**40:,} bytes of states" in told[0]
+
+
 def test_folders_of_tests_share_one_reader(tmp_path: Path) -> None:
     """Opening it for each would be half the time of most tests."""
     with RagCache.open(tmp_path / "one") as one, RagCache.open(tmp_path / "other") as other:
