@@ -47,7 +47,7 @@ _MARK = "\ue000"
 Conversations = Annotated[int, typer.Option(min=1, help="conversations.")]
 Chunks = Annotated[int, typer.Option(min=5, help="chunks that are pasted by Zipf's law.")]
 Earlier = Annotated[int, typer.Option(min=0, help="conversations that were answered before.")]
-Sentences = Annotated[int, typer.Option(min=1, help="sentences of a chunk, of 14 tokens.")]
+Sentences = Annotated[int, typer.Option(min=1, help="sentences of a chunk, 13 to 14 tokens each.")]
 
 
 @app.command()

@@ -3,14 +3,15 @@
     python benchmarks/recurring_answers.py --model MODEL --modes primed,primed:16 --json FILE
 
 Each question comes with four chunks of the handbook in random order, found by their words, in one
-of the three templates of `ragcache bench recurring`. All chunks have recurred before. An answer is
-equal if it has the tokens of `exact`'s answer to the same prompt.
+of the three templates of `ragcache bench recurring`. All chunks have been in two earlier prompts.
+An answer is equal if it has the tokens of `exact`'s answer to the same prompt.
 """
 
 from __future__ import annotations
 
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from statistics import fmean
@@ -47,11 +48,13 @@ app = typer.Typer(add_completion=False, help=__doc__)
 
 @app.command()
 def main(
-    model: Annotated[str | None, typer.Option(help="Folder or name of a model.")] = None,
+    model: Annotated[str | None, typer.Option(help="folder or name of a model.")] = None,
     device: DeviceOption = "cpu",
-    modes: Annotated[str, typer.Option(help="Modes, with commas.")] = "primed,primed:16",
+    modes: Annotated[str, typer.Option(help="modes, with commas.")] = "primed,primed:16",
     questions: Annotated[int, typer.Option(min=1, help="questions, drawn at random.")] = 144,
-    module_tokens: Annotated[int, typer.Option(min=1, help="most tokens of a chunk.")] = 384,
+    module_tokens: Annotated[
+        int, typer.Option(min=1, help="most tokens of a chunk, by the embedded reader.")
+    ] = 384,
     json_file: JsonFile = None,
 ) -> None:
     """Equal answers and F1 of each mode."""
@@ -63,16 +66,16 @@ def main(
     columns = ("mode", "equal, %", "95 %", "read, %", "F1", "F1 of exact", "difference, 95 %")
     rows = []
     for mode, each in result["modes"].items():
-        equal, apart = each["equal_interval"], each["f1_difference_interval"]
+        equal, difference = each["equal_interval"], each["f1_difference_interval"]
         rows.append(
             (
                 mode,
                 f"{100 * each['equal']:.1f}",
                 f"{100 * equal['low']:.0f} to {100 * equal['high']:.0f}",
-                f"{100 * each['read_share']:.0f}",
+                f"{100 * each['cached_share']:.0f}",
                 f"{100 * each['f1']:.1f}",
                 f"{100 * result['f1_exact']:.1f}",
-                f"{100 * apart['low']:+.1f} to {100 * apart['high']:+.1f}",
+                f"{100 * difference['low']:+.1f} to {100 * difference['high']:+.1f}",
             )
         )
     table = plain_table(f"{result['questions']} questions", *columns, rows=rows)
@@ -96,18 +99,20 @@ def bench_answers(
         progress: Called with the step.
 
     Returns:
-        By mode `equal`, the share of answers with the tokens of `exact`'s, `f1`, their intervals,
-        and `read_share`, the share of the prompts' tokens that were not computed.
+        `modes`: by mode `equal`, the share of answers with the tokens of `exact`'s, `f1`, their
+        intervals, `cached_share`, the share of the prompts' tokens that were read from states, and
+        `answer_modes`, the number of answers by the mode that they name. Beside them `f1_exact`,
+        the mean `chunk_tokens`, the setting, the model and the machine.
     """
     rng = random.Random(7)
-    asked, found, every = _found_chunks(count, module_tokens)
+    asked, found, chunks_found = _found_chunks(count, module_tokens)
     prompts = [
         _chat(rng, number, chunks, question.question)
         for number, (question, chunks) in enumerate(zip(asked, found, strict=True))
     ]
     packs = [
         _chat(rng, number, pack, "Which documents are these?")
-        for number, pack in enumerate(_packs(rng, every))
+        for number, pack in enumerate(_packs(rng, chunks_found))
     ]
     answers: dict[str, list[Answer]] = {}
     with (
@@ -125,13 +130,16 @@ def bench_answers(
             for done, messages in enumerate(prompts, start=1):
                 progress(f"{mode}: question {done} of {len(prompts)}")
                 answers[mode].append(_ask(side, messages, mode))
+                _settle(side)
     exact = answers.pop("exact")
-    marks = _f1_marks(asked, exact)
+    exact_f1 = _f1_marks(asked, exact)
     return {
         "questions": len(asked),
-        "f1_exact": fmean(marks),
-        "modes": {name: _figures(asked, own, exact, marks) for name, own in answers.items()},
-        "chunk_tokens": fmean(len(model.encode_untrusted(text)) for _, text in every),
+        "f1_exact": fmean(exact_f1),
+        "modes": {name: _figures(asked, own, exact, exact_f1) for name, own in answers.items()},
+        "chunk_tokens": fmean(len(model.encode_untrusted(text)) for _, text in chunks_found),
+        "setting": {"chunks": CHUNKS, "tokens": TOKENS, "module_tokens": module_tokens},
+        "device": str(model.causal.device),
         "model": model.name,
         "machine": describe_machine(),
     }
@@ -140,7 +148,7 @@ def bench_answers(
 def _found_chunks(
     count: int, module_tokens: int
 ) -> tuple[Sequence[Question], list[list[NumberedChunk]], list[NumberedChunk]]:
-    """Return questions about the handbook, the chunks that are found for each, and all chunks."""
+    """Return questions about the handbook, the chunks found for each, and all found chunks."""
     folder = example_handbook()
     asked = load_dataset(folder.parent / "questions.jsonl").sample(count).questions
     with (
@@ -204,21 +212,22 @@ def _figures(
     asked: Sequence[Question],
     answers: Sequence[Answer],
     exact: Sequence[Answer],
-    marks: Sequence[float],
+    exact_f1: Sequence[float],
 ) -> dict[str, Any]:
     """Return the figures of a mode beside the answers of `exact` and their F1."""
     equal = [
         float(one.choices[0].token_ids == other.choices[0].token_ids)
         for one, other in zip(answers, exact, strict=True)
     ]
-    own = _f1_marks(asked, answers)
+    mode_f1 = _f1_marks(asked, answers)
     prompt = sum(each.reuse.prompt_tokens for each in answers)
     return {
         "equal": fmean(equal),
         "equal_interval": asdict(bootstrap_interval(equal)),
-        "f1": fmean(own),
-        "f1_difference_interval": asdict(paired_bootstrap(own, marks)[0]),
-        "read_share": 1 - sum(each.reuse.computed_tokens for each in answers) / prompt,
+        "f1": fmean(mode_f1),
+        "f1_difference_interval": asdict(paired_bootstrap(mode_f1, exact_f1)[0]),
+        "cached_share": sum(each.reuse.cached_tokens for each in answers) / prompt,
+        "answer_modes": dict(Counter(each.mode for each in answers)),
     }
 
 

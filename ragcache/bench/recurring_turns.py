@@ -48,7 +48,7 @@ class RecurringSetting:
     each: int = 5
     """Chunks of a turn, drawn by Zipf's law."""
     sentences: int = 18
-    """Sentences of a chunk, about 14 tokens each."""
+    """Sentences of a chunk, 13 to 14 tokens each."""
     exponent: float = 1.0
     conversations: int = 100
     turns: int = 8

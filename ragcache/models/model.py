@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 64 * 2**20  # of a weight, hashed at once
 _MOST_HASHERS = 8
-MODULE_TOKENS, RECURRING_TOKENS, MOST_MODULE_TOKENS = 384, 512, 2048
+MODULE_TOKENS, RECURRING_TOKENS, MOST_MODULE_TOKENS = 384, 576, 2048
 """Default limits of a module in tokens: of documents, of recurring texts, and the highest one of
 models with recurrent layers."""
 MANY_TO_ONE = 4
@@ -245,7 +245,8 @@ class CausalLM:
 
         Args:
             given: The limit that the user has set. See `OpenConfig.module_tokens`.
-            default: The limit of models without recurrent layers, where the user has set none.
+            default: The limit of `auto`, unless the maps of recurrent layers ask for a longer one
+                or the window has no room.
         """
         if given != "auto":
             return int(given)

@@ -58,9 +58,10 @@ class OpenConfig(TierOptions, Params):
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Variables of the model's chat template for every prompt. A call may override them."""
     module_tokens: Annotated[int | str, AfterValidator(_checked_length)] = "auto"
-    """Most tokens of a module. `auto` takes 384 for documents and 512 for recurring texts. With
-    recurrent layers it takes more if their maps have more bytes than as many keys and values, at
-    most 2,048."""
+    """Most tokens of a module. `auto` takes 384 for documents and 576 for recurring texts. With
+    recurrent layers it takes the length from which keys and values have more bytes than the maps of
+    these layers, if that is longer, and at most 2,048. It takes at most a quarter of the model's
+    window, but never less than 384."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
     """Most tokens of an answer, if the request sets no limit. Chats over OpenAI's API have the
     service's setting `chat_max_tokens`."""

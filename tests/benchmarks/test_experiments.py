@@ -465,5 +465,6 @@ def test_recurring_texts_are_read_in_answers(tmp_path: Path) -> None:
     assert set(figures["modes"]) == {"rooted", "primed"}
     for mode, each in figures["modes"].items():
         assert mode in run.output
-        assert each["read_share"] > 0.8, "four chunks beside a short question"
+        assert each["answer_modes"] == {f"recognized:{mode}": 2}
+        assert each["cached_share"] > 0.8, "four chunks beside a short question"
         assert each["equal_interval"]["low"] <= each["equal"] <= each["equal_interval"]["high"]

@@ -174,7 +174,7 @@ def recurring(
     ] = None,
     each: Annotated[int | None, typer.Option(min=1, help="chunks of a turn.")] = None,
     sentences: Annotated[
-        int | None, typer.Option(min=1, help="sentences of a chunk, of 14 tokens.")
+        int | None, typer.Option(min=1, help="sentences of a chunk, 13 to 14 tokens each.")
     ] = None,
     earlier: Annotated[
         int, typer.Option(min=0, help="conversations that were answered before.")

@@ -64,13 +64,13 @@ def test_a_text_is_read_from_its_third_prompt_on(rag: RagCache) -> None:
     assert third.sources == (), "no document has the text"
 
 
-def test_a_recurring_text_of_up_to_512_tokens_stays_whole(
+def test_a_recurring_text_of_up_to_576_tokens_stays_whole(
     tmp_path: Path, quick_reader: LoadedModel
 ) -> None:
     texts = [passage(size, size) for size in range(1, 40)]
     sizes = {text: len(quick_reader.encode_untrusted(text)) for text in texts}
-    whole = max(text for text in texts if 384 < sizes[text] <= 512)
-    longer = min((text for text in texts if sizes[text] > 512), key=len)
+    whole = max((text for text in texts if 384 < sizes[text] <= 576), key=len)
+    longer = min((text for text in texts if sizes[text] > 576), key=len)
     with RagCache.open(tmp_path / "state", quick_reader, force_modes=True) as rag:
         for first in ("Answer from two texts.", "Answer."):
             pasted = f"{first}\n<source>{whole}</source>\n<source>{longer}</source>"
@@ -79,7 +79,7 @@ def test_a_recurring_text_of_up_to_512_tokens_stays_whole(
         kept = [each.row.text for each in rag.modules.observed.all()]
     assert whole in kept
     assert len(kept) == 3
-    assert max(len(quick_reader.encode_untrusted(text)) for text in kept) <= 512
+    assert max(len(quick_reader.encode_untrusted(text)) for text in kept) <= 576
 
 
 @pytest.mark.slow
