@@ -114,10 +114,19 @@ def bench_answers(
         _chat(rng, number, pack, "Which documents are these?")
         for number, pack in enumerate(_packs(rng, chunks_found))
     ]
+    chunk_tokens = [len(model.encode_untrusted(text)) for _, text in chunks_found]
+    room = int(2.5 * sum(chunk_tokens)) * model.causal.bytes_per_token + 2**28  # two states of each
     answers: dict[str, list[Answer]] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        RagCache.open(folder, model, embedding="none", force_modes=True) as rag,
+        RagCache.open(
+            folder,
+            model,
+            embedding="none",
+            force_modes=True,
+            observed_bytes=room,
+            host_bytes=len(modes) * room + 2**30,
+        ) as rag,
     ):
         for number, mode in enumerate(("exact", *modes)):
             side = rag.within(f"side-{number}")  # no prompt is read from another mode's states
@@ -137,7 +146,7 @@ def bench_answers(
         "questions": len(asked),
         "f1_exact": fmean(exact_f1),
         "modes": {name: _figures(asked, own, exact, exact_f1) for name, own in answers.items()},
-        "chunk_tokens": fmean(len(model.encode_untrusted(text)) for _, text in chunks_found),
+        "chunk_tokens": fmean(chunk_tokens),
         "setting": {"chunks": CHUNKS, "tokens": TOKENS, "module_tokens": module_tokens},
         "device": str(model.causal.device),
         "model": model.name,
