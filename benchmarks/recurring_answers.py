@@ -29,6 +29,7 @@ from harness import (
 )
 
 from ragcache import GenerationParams, RagCache
+from ragcache.bench.recurring import settle
 from ragcache.bench.recurring_turns import TEMPLATES, paste
 from ragcache.evaluation import Question, bootstrap_interval, f1, load_dataset, paired_bootstrap
 from ragcache.models import LoadedModel, load_model
@@ -134,12 +135,12 @@ def bench_answers(
                 progress(f"{mode}: chunks recur in {len(packs)} prompts")
                 for messages in packs:
                     _ask(side, messages, mode, max_tokens=1)
-                _settle(side)
+                settle(side)
             answers[mode] = []
             for done, messages in enumerate(prompts, start=1):
                 progress(f"{mode}: question {done} of {len(prompts)}")
                 answers[mode].append(_ask(side, messages, mode))
-                _settle(side)
+                settle(side)
     exact = answers.pop("exact")
     exact_f1 = _f1_marks(asked, exact)
     return {
@@ -207,14 +208,6 @@ def _ask(
         mode=mode,
         recognize_recurring=mode != "exact",
     )
-
-
-def _settle(rag: RagCache) -> None:
-    """Wait until recurring texts are encoded."""
-    observing = rag.internals.shared.observing
-    observing.submit(lambda: None).result()
-    while rag.modules.observed.waiting:
-        observing.submit(lambda: None).result()
 
 
 def _figures(

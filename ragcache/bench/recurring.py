@@ -195,7 +195,7 @@ def _answer(
             answer, computed = _ask_alone(sides[name], setting, name, turn)
             answers[name].append(answer)
             device[name].append(computed)
-            _settle(sides[name])
+            settle(sides[name])
         seconds[name] = sum(each.timings.total for each in answers[name])
     runs = []
     for number, turn in enumerate(part):
@@ -218,7 +218,7 @@ def _ask_all(
     """Answer turns by callers at once, and wait for the work behind their answers."""
     with ThreadPoolExecutor(setting.concurrent) as callers:
         answers = list(callers.map(partial(_ask, rag, setting, side, new_tokens), part))
-    _settle(rag)
+    settle(rag)
     return answers
 
 
@@ -254,7 +254,7 @@ def _options(setting: RecurringSetting, side: str, new_tokens: int) -> dict[str,
     }
 
 
-def _settle(rag: RagCache) -> None:
+def settle(rag: RagCache) -> None:
     """Wait until recurring texts are encoded, and conversations stored."""
     shared = rag.internals.shared
     shared.observing.submit(lambda: None).result()
