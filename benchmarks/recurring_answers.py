@@ -29,7 +29,7 @@ from harness import (
 )
 
 from ragcache import GenerationParams, RagCache
-from ragcache.bench.recurring import settle
+from ragcache.bench.recurring import open_sides, settle
 from ragcache.bench.recurring_turns import TEMPLATES, paste
 from ragcache.evaluation import Question, bootstrap_interval, f1, load_dataset, paired_bootstrap
 from ragcache.models import LoadedModel, load_model
@@ -116,21 +116,11 @@ def bench_answers(
         for number, pack in enumerate(_packs(rng, chunks_found))
     ]
     chunk_tokens = [len(model.encode_untrusted(text)) for _, text in chunks_found]
-    room = int(2.5 * sum(chunk_tokens)) * model.causal.bytes_per_token + 2**28  # two states of each
     answers: dict[str, list[Answer]] = {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        RagCache.open(
-            folder,
-            model,
-            embedding="none",
-            force_modes=True,
-            observed_bytes=room,
-            host_bytes=len(modes) * room + 2**30,
-        ) as rag,
-    ):
-        for number, mode in enumerate(("exact", *modes)):
-            side = rag.within(f"side-{number}")  # no prompt is read from another mode's states
+    states = 2 * sum(chunk_tokens)  # a module has one or two
+    reading = [f"reading-{number}" for number in range(len(modes))]
+    with open_sides(model, states, reading, "exact") as sides:  # none reads another one's states
+        for mode, side in zip(("exact", *modes), sides.values(), strict=True):
             if mode != "exact":
                 progress(f"{mode}: chunks recur in {len(packs)} prompts")
                 for messages in packs:

@@ -118,7 +118,8 @@ def bench_recurring(
     context = {"model": model.name, "setting": asdict(setting), "machine": describe_machine()}
     measured: list[_Block] = []
     seen: Counter[str] = Counter()
-    with _sides(model, tokens * len(mode.encodings)) as sides:
+    states = tokens * len(mode.encodings)
+    with open_sides(model, states, [READING], COMPUTING) as sides:
         for start in range(0, len(earlier), _STEP):
             progress(f"earlier turn {start + 1} of {len(earlier)}")
             part = earlier[start : start + _STEP]
@@ -154,8 +155,17 @@ def _blocks(first: int, turns: int, concurrent: int) -> Iterator[tuple[int, int,
 
 
 @contextmanager
-def _sides(model: LoadedModel, tokens: int) -> Iterator[dict[str, RagCache]]:
-    """Open two namespaces of one folder, with room for the states of so many tokens."""
+def open_sides(
+    model: LoadedModel, tokens: int, reading: Sequence[str], computing: str
+) -> Iterator[dict[str, RagCache]]:
+    """Open a namespace for each side of a comparison, in one folder.
+
+    Args:
+        model: The model.
+        tokens: Tokens of the states for which each reading namespace has room.
+        reading: Names of the namespaces that read recurring texts.
+        computing: Name of the namespace without recurring texts, which comes first.
+    """
     room = int(1.2 * tokens * model.causal.bytes_per_token) + 2**28
     with (
         TemporaryDirectory() as folder,
@@ -165,11 +175,11 @@ def _sides(model: LoadedModel, tokens: int) -> Iterator[dict[str, RagCache]]:
             embedding="none",
             force_modes=True,
             observed_bytes=room,
-            host_bytes=room + 2**30,
+            host_bytes=len(reading) * room + 2**30,
             warm_up=model.causal.device.type == "cuda",
         ) as rag,
     ):
-        yield {name: rag.within(name) for name in (READING, COMPUTING)}
+        yield {name: rag.within(name) for name in (computing, *reading)}
 
 
 def _answer(

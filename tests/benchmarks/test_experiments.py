@@ -458,11 +458,11 @@ def test_pauses_between_kernels_are_told_from_idle_time() -> None:
 @pytest.mark.nightly
 def test_recurring_texts_are_read_in_answers(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    given = ["--questions", "2", "--modes", "rooted,primed", "--json", str(file)]
+    given = ["--questions", "2", "--modes", "rooted,primed:16", "--json", str(file)]
     run = CliRunner().invoke(recurring_answers.app, given, catch_exceptions=False)
     assert run.exit_code == 0
     figures = json.loads(file.read_text(encoding="utf-8"))
-    assert set(figures["modes"]) == {"rooted", "primed"}
+    assert set(figures["modes"]) == {"rooted", "primed:16"}
     for mode, each in figures["modes"].items():
         assert mode in run.output
         assert each["answer_modes"] == {f"recognized:{mode}": 2}

@@ -203,8 +203,13 @@ def recurring(
     )
     from ragcache.models import load_model
 
-    sizes = {"conversations": conversations, "turns": turns, "chunks": chunks, "each": each}
-    sizes |= {"sentences": sentences}
+    sizes = {
+        "conversations": conversations,
+        "turns": turns,
+        "chunks": chunks,
+        "each": each,
+        "sentences": sentences,
+    }
     given = {name: size for name, size in sizes.items() if size is not None}
     make = RecurringSetting.reduced if reduced else RecurringSetting
     earlier = 0 if trace else earlier
