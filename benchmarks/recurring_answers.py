@@ -2,9 +2,9 @@
 
     python benchmarks/recurring_answers.py --model MODEL --modes primed,primed:16 --json FILE
 
-Each question comes with four chunks of the handbook in random order, found by their words, in one
-of the three templates of `ragcache bench recurring`. All chunks have been in two earlier prompts.
-An answer is equal if it has the tokens of `exact`'s answer to the same prompt.
+Each question comes with up to four chunks of the handbook, found by their words, in random order in
+one of the three templates of `ragcache bench recurring`. All chunks have been in two earlier
+prompts. An answer is equal if it has the tokens of `exact`'s answer to the same prompt.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from statistics import fmean
 from typing import Annotated, Any
 
@@ -37,7 +38,7 @@ from ragcache.pipeline.answer import Answer
 from ragcache_api.cli.console import example_handbook
 
 CHUNKS = 4
-"""Chunks of a prompt."""
+"""Most chunks of a prompt."""
 PACK = 6
 """Chunks of the prompts in which they recur."""
 TOKENS = 24
@@ -103,7 +104,7 @@ def bench_answers(
         `modes`: by mode `equal`, the share of answers with the tokens of `exact`'s, `f1`, their
         intervals, `cached_share`, the share of the prompts' tokens that were read from states, and
         `answer_modes`, the number of answers by the mode that they name. Beside them `f1_exact`,
-        the mean `chunk_tokens`, the setting, the model and the machine.
+        the mean number of `chunks` and their `chunk_tokens`, the setting, model and machine.
     """
     rng = random.Random(7)
     asked, found, chunks_found = _found_chunks(count, module_tokens)
@@ -138,7 +139,8 @@ def bench_answers(
         "f1_exact": fmean(exact_f1),
         "modes": {name: _figures(asked, own, exact, exact_f1) for name, own in answers.items()},
         "chunk_tokens": fmean(chunk_tokens),
-        "setting": {"chunks": CHUNKS, "tokens": TOKENS, "module_tokens": module_tokens},
+        "chunks": fmean(map(len, found)),
+        "setting": {"tokens": TOKENS, "module_tokens": module_tokens},
         "device": str(model.causal.device),
         "model": model.name,
         "machine": describe_machine(),
@@ -156,7 +158,8 @@ def _found_chunks(
         RagCache.open(state, embedding="none", module_tokens=module_tokens) as rag,
     ):
         rag.ingest("handbook", [folder])
-        found = [rag.retrieve(each.question, collection="handbook", k=CHUNKS) for each in asked]
+        retrieve = partial(rag.retrieve, collection="handbook", k=CHUNKS, relative_threshold=0.0)
+        found = [retrieve(each.question) for each in asked]
     texts = {hit.module.text: None for selection in found for hit in selection.hits}
     numbers = {text: number for number, text in enumerate(texts)}
     return (
