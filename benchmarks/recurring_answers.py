@@ -3,8 +3,10 @@
     python benchmarks/recurring_answers.py --model MODEL --modes primed,primed:16 --json FILE
 
 Each question comes with up to four chunks of the handbook, found by their words, in random order in
-one of the three templates of `ragcache bench recurring`. All chunks have been in two earlier
-prompts. An answer is equal if it has the tokens of `exact`'s answer to the same prompt.
+one of the three templates of `ragcache bench recurring`, behind the model's instruction to answer
+in few words. All chunks have been in two earlier prompts. An answer is equal if it has the tokens
+of `exact`'s answer to the same prompt. `exact` also answers over the chunks in reverse order, which
+shows how many answers the order of chunks decides.
 """
 
 from __future__ import annotations
@@ -67,11 +69,11 @@ def main(
     )
     columns = ("mode", "equal, %", "95 %", "read, %", "F1", "F1 of exact", "difference, 95 %")
     rows = []
-    for mode, each in result["modes"].items():
+    for name, each in {**result["modes"], "exact, reverse order": result["reversed"]}.items():
         equal, difference = each["equal_interval"], each["f1_difference_interval"]
         rows.append(
             (
-                mode,
+                name,
                 f"{100 * each['equal']:.1f}",
                 f"{100 * equal['low']:.0f} to {100 * equal['high']:.0f}",
                 f"{100 * each['cached_share']:.0f}",
@@ -91,7 +93,7 @@ def bench_answers(
     module_tokens: int,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
-    """Answer the same prompts in `exact` and in each mode.
+    """Answer the same prompts in `exact`, there also with the chunks reversed, and in each mode.
 
     Args:
         model: The model, on its device.
@@ -103,17 +105,22 @@ def bench_answers(
     Returns:
         `modes`: by mode `equal`, the share of answers with the tokens of `exact`'s, `f1`, their
         intervals, `cached_share`, the share of the prompts' tokens that were read from states, and
-        `answer_modes`, the number of answers by the mode that they name. Beside them `f1_exact`,
-        the mean number of `chunks` and their `chunk_tokens`, the setting, model and machine.
+        `answer_modes`, the number of answers by the mode that they name. Beside them `reversed`,
+        the same of `exact` over the chunks in reverse order, `f1_exact`, the mean number of
+        `chunks` and their `chunk_tokens`, the setting, model and machine.
     """
     rng = random.Random(7)
     asked, found, chunks_found = _found_chunks(count, module_tokens)
-    prompts = [
-        _chat(rng, number, chunks, question.question)
-        for number, (question, chunks) in enumerate(zip(asked, found, strict=True))
-    ]
+    orders = [rng.sample(chunks, len(chunks)) for chunks in found]
+    prompts, reverse = (
+        [
+            _chat(model.instruction, number, order[::step], question.question)
+            for number, (question, order) in enumerate(zip(asked, orders, strict=True))
+        ]
+        for step in (1, -1)
+    )
     packs = [
-        _chat(rng, number, pack, "Which documents are these?")
+        _chat(model.instruction, number, pack, "Which documents are these?")
         for number, pack in enumerate(_packs(rng, chunks_found))
     ]
     chunk_tokens = [len(model.encode_untrusted(text)) for _, text in chunks_found]
@@ -121,23 +128,21 @@ def bench_answers(
     states = 2 * sum(chunk_tokens)  # a module has one or two
     reading = [f"reading-{number}" for number in range(len(modes))]
     with open_sides(model, states, reading, "exact") as sides:  # none reads another one's states
-        for mode, side in zip(("exact", *modes), sides.values(), strict=True):
-            if mode != "exact":
-                progress(f"{mode}: chunks recur in {len(packs)} prompts")
-                for messages in packs:
-                    _ask(side, messages, mode, max_tokens=1)
-                settle(side)
-            answers[mode] = []
-            for done, messages in enumerate(prompts, start=1):
-                progress(f"{mode}: question {done} of {len(prompts)}")
-                answers[mode].append(_ask(side, messages, mode))
-                settle(side)
-    exact = answers.pop("exact")
+        computing, *others = sides.values()
+        exact = _ask_all(computing, prompts, "exact", progress)
+        reversed_ = _ask_all(computing, reverse, "exact", progress)
+        for mode, side in zip(modes, others, strict=True):
+            progress(f"{mode}: chunks recur in {len(packs)} prompts")
+            for messages in packs:
+                _ask(side, messages, mode, max_tokens=1)
+            settle(side)
+            answers[mode] = _ask_all(side, prompts, mode, progress)
     exact_f1 = _f1_marks(asked, exact)
     return {
         "questions": len(asked),
         "f1_exact": fmean(exact_f1),
         "modes": {name: _figures(asked, own, exact, exact_f1) for name, own in answers.items()},
+        "reversed": _figures(asked, reversed_, exact, exact_f1),
         "chunk_tokens": fmean(chunk_tokens),
         "chunks": fmean(map(len, found)),
         "setting": {"tokens": TOKENS, "module_tokens": module_tokens},
@@ -183,12 +188,26 @@ def _packs(
 
 
 def _chat(
-    rng: random.Random, number: int, chunks: Sequence[NumberedChunk], question: str
+    instruction: str, number: int, chunks: Sequence[NumberedChunk], question: str
 ) -> list[dict[str, str]]:
-    """Return a message with chunks in random order, in one of the templates."""
+    """Return an instruction and a message with chunks in one of the templates."""
     style = list(TEMPLATES.values())[number % len(TEMPLATES)]
-    content = paste(style, rng.sample(chunks, len(chunks)), question)
-    return [{"role": "user", "content": content}]
+    return [
+        {"role": "system", "content": instruction},
+        {"role": "user", "content": paste(style, chunks, question)},
+    ]
+
+
+def _ask_all(
+    side: RagCache, prompts: Sequence[list[dict[str, str]]], mode: str, progress: Progress
+) -> list[Answer]:
+    """Answer chats one by one. Texts that wait are encoded before the next one."""
+    answers = []
+    for done, messages in enumerate(prompts, start=1):
+        progress(f"{mode}: question {done} of {len(prompts)}")
+        answers.append(_ask(side, messages, mode))
+        settle(side)
+    return answers
 
 
 def _ask(

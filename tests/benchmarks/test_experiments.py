@@ -464,6 +464,7 @@ def test_recurring_texts_are_read_in_answers(tmp_path: Path) -> None:
     figures = json.loads(file.read_text(encoding="utf-8"))
     assert set(figures["modes"]) == {"rooted", "primed:16"}
     assert figures["chunks"] == recurring_answers.CHUNKS
+    assert figures["reversed"]["answer_modes"] == {"exact": 2}
     for mode, each in figures["modes"].items():
         assert mode in run.output
         assert each["answer_modes"] == {f"recognized:{mode}": 2}
