@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
@@ -93,7 +94,7 @@ def bench_answers(
     module_tokens: int,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
-    """Answer the same prompts in `exact`, there also with the chunks reversed, and in each mode.
+    """Answer the same prompts in `exact` and each mode, and in `exact` over reversed chunks.
 
     Args:
         model: The model, on its device.
@@ -103,22 +104,18 @@ def bench_answers(
         progress: Called with the step.
 
     Returns:
-        `modes`: by mode `equal`, the share of answers with the tokens of `exact`'s, `f1`, their
-        intervals, `cached_share`, the share of the prompts' tokens that were read from states, and
-        `answer_modes`, the number of answers by the mode that they name. Beside them `reversed`,
-        the same of `exact` over the chunks in reverse order, `f1_exact`, the mean number of
-        `chunks` and their `chunk_tokens`, the setting, model and machine.
+        `modes`: by mode `equal`, the share of answers with the tokens of `exact`'s, `f1`, the
+        intervals of `equal` and of F1 less `exact`'s, `cached_share`, the share of the prompts'
+        tokens that were read from states, and `answer_modes`, the number of answers by the mode
+        that they name. Beside them `reversed`, the same of `exact` over the chunks in reverse
+        order, `f1_exact`, the mean number of `chunks` and their `chunk_tokens`, the setting, model
+        and machine.
     """
     rng = random.Random(7)
     asked, found, chunks_found = _found_chunks(count, module_tokens)
     orders = [rng.sample(chunks, len(chunks)) for chunks in found]
-    prompts, reverse = (
-        [
-            _chat(model.instruction, number, order[::step], question.question)
-            for number, (question, order) in enumerate(zip(asked, orders, strict=True))
-        ]
-        for step in (1, -1)
-    )
+    prompts = _chats(model.instruction, asked, orders)
+    reversed_prompts = _chats(model.instruction, asked, [order[::-1] for order in orders])
     packs = [
         _chat(model.instruction, number, pack, "Which documents are these?")
         for number, pack in enumerate(_packs(rng, chunks_found))
@@ -130,7 +127,9 @@ def bench_answers(
     with open_sides(model, states, reading, "exact") as sides:  # none reads another one's states
         computing, *others = sides.values()
         exact = _ask_all(computing, prompts, "exact", progress)
-        reversed_ = _ask_all(computing, reverse, "exact", progress)
+        reversed_exact = _ask_all(
+            computing, reversed_prompts, "exact", lambda step: progress(f"reverse order, {step}")
+        )
         for mode, side in zip(modes, others, strict=True):
             progress(f"{mode}: chunks recur in {len(packs)} prompts")
             for messages in packs:
@@ -142,12 +141,16 @@ def bench_answers(
         "questions": len(asked),
         "f1_exact": fmean(exact_f1),
         "modes": {name: _figures(asked, own, exact, exact_f1) for name, own in answers.items()},
-        "reversed": _figures(asked, reversed_, exact, exact_f1),
+        "reversed": _figures(asked, reversed_exact, exact, exact_f1),
         "chunk_tokens": fmean(chunk_tokens),
         "chunks": fmean(map(len, found)),
-        "setting": {"tokens": TOKENS, "module_tokens": module_tokens},
+        "setting": {
+            "tokens": TOKENS,
+            "module_tokens": module_tokens,
+            "instruction": model.instruction,
+        },
         "device": str(model.causal.device),
-        "model": model.name,
+        "model": Path(model.name).name,
         "machine": describe_machine(),
     }
 
@@ -185,6 +188,15 @@ def _packs(
         order = rng.sample(chunks, len(chunks))
         for start in range(0, len(order), PACK):
             yield order[start : start + PACK]
+
+
+def _chats(
+    instruction: str, asked: Sequence[Question], orders: Sequence[Sequence[NumberedChunk]]
+) -> list[list[dict[str, str]]]:
+    return [
+        _chat(instruction, number, chunks, question.question)
+        for number, (question, chunks) in enumerate(zip(asked, orders, strict=True))
+    ]
 
 
 def _chat(
