@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
@@ -150,7 +149,7 @@ def bench_answers(
             "instruction": model.instruction,
         },
         "device": str(model.causal.device),
-        "model": Path(model.name).name,
+        "model": model.name,
         "machine": describe_machine(),
     }
 
